@@ -504,6 +504,12 @@ class Config(dict):
                 for name, value in self.inherited.items() if self[name] != value]
 
 
+def nearest(name, names):
+    """Return the clause that tells the most similar of names, or ''."""
+    near = difflib.get_close_matches(name, names, 1, 0.5)
+    return f'; the nearest is {near[0]}' if near else ''
+
+
 def configure(path, argv=None, positional=None, nearby=()):
     """Return the Config of a script's settings, config files and flags.
 
@@ -532,9 +538,7 @@ def configure(path, argv=None, positional=None, nearby=()):
                 return
         name = ALIASES.get(name, name)
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *nearby], 1, 0.5)
-            nearest = f'; the nearest is {near[0]}' if near else ''
-            unknown.append(f'{where}: no setting is called {name!r}{nearest}')
+            unknown.append(f'{where}: no setting is called {name!r}{nearest(name, [*known, *nearby])}')
             return
         if value is None:
             layer.pop(name, None)

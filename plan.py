@@ -469,8 +469,12 @@ def print_table(columns, usd):
         print_row('  GB that each GPU sends', [plan.sent / 1e9 for plan in plans])
     print_row('  tokens/s, all GPUs', [plan.speed for plan in plans], ',.0f')
     max_hours = first.run.config['max_hours']
-    if first.length.last_step == optim.OPEN and not max_hours:
-        return
+    if first.length.last_step != optim.OPEN or max_hours:
+        print_runs(plans, max_hours, usd)
+
+
+def print_runs(plans, max_hours, usd):
+    """Print the rows of whole runs: hours, tokens, dollars."""
     hours = [min(plan.length.last_step * plan.step / 3600, max_hours or math.inf) for plan in plans]
     if max(hours) >= 0.1:
         print_row('  the run, hours', hours, ',.2f')

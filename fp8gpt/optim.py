@@ -165,7 +165,7 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
         if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):
             raise SettingError(f'optimizer=adamw8bit: on so many ranks a shard is no multiple of {BLOCK} '
                                'values: --optimizer=adamw, fewer ranks, or --sharding_mode=ddp')
-    return low_bit_adamw(groups, betas, kind, compiled)
+    return LowBitAdamW(groups, betas, kind, compiled)
 
 
 # --------------------------------------------------------------------------------------- bf16 weights, 8 bits
@@ -187,56 +187,50 @@ def moment_bytes(model, kind):
     return int(sum(p.numel() * size for p, size in each.items()))
 
 
-def low_bit_adamw(groups, betas, kind, compiled):
-    """Return torchao's AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits
-    ('adamw8bit'). Its `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all
-    ranks."""
-    for name in ('torchao', 'torch.utils._pytree'):     # they warn of what does not concern training
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        from torchao.optim.adam import _AdamW, single_param_adam
-        from torchao.optim.subclass_8bit import OptimState8bit
-    except ImportError:
-        raise MachineError('optimizer=adamw8bit and param_dtype=bf16 take torchao: '
-                           'pip install torchao') from None
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits ('adamw8bit'), by
+    torchao's update, which is compiled once: torchao's own step calls torch.compile for each parameter, half
+    of its host's time. `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all
+    ranks. Raises MachineError where torchao is missing."""
 
-    class LowBitAdamW(_AdamW):
-        seed = 0
+    def __init__(self, groups, betas, kind, compiled):
+        for name in ('torchao', 'torch.utils._pytree'):     # they warn of what does not concern training
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            from torchao.optim.adam import single_param_adam
+            from torchao.optim.subclass_8bit import OptimState8bit
+        except ImportError:
+            raise MachineError('optimizer=adamw8bit and param_dtype=bf16 take torchao: '
+                               'pip install torchao') from None
+        super().__init__(groups, {'lr': torch.tensor(0.0), 'betas': betas, 'eps': 1e-8})
+        self.kind, self.seed, self.in_codes, self.update = kind, 0, OptimState8bit, single_param_adam
+        if compiled:
+            self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
-        def _new_buffer(self, p, signed):
-            """Return a parameter's first moment: torchao's own would be bf16 for a bf16 parameter, and of 8
-            bits depending on how many ranks share it."""
-            if not in_8_bits(p, kind):
-                return torch.zeros_like(p, dtype=torch.float32)
-            own = part(p)
-            moment = OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, torch.float32)
-            return sharded_as(p, moment)
+    def moment(self, p, signed):
+        """Return a parameter's first moment."""
+        if not in_8_bits(p, self.kind):
+            return torch.zeros_like(p, dtype=torch.float32)
+        own = part(p)
+        return sharded_as(p, self.in_codes.zeros(own.shape, signed, BLOCK, own.device, torch.float32))
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            """Do what torchao's own step does, which calls torch.compile anew for each parameter: that takes
-            half of the host's time, and compiles wherever it runs."""
-            torch.manual_seed(self.seed)
-            with torch._dynamo.utils.disable_cache_limit():     # each shape is a graph of its own
-                for group in self.param_groups:
-                    for p in group['params']:
-                        if p.grad is not None:
-                            self.update(p, group)
-
-        def update(self, p, group):
-            state = self.state[p]
-            if not state:
-                state |= {'step': torch.zeros(()), 'exp_avg': self._new_buffer(p, True),
-                          'exp_avg_sq': self._new_buffer(p, False)}
-            state['step'] += 1
-            moments = [state[name] for name in ('step', 'exp_avg', 'exp_avg_sq')] + [None]
-            settings = group['lr'], *group['betas'], group['weight_decay'], group['eps']
-            update(p.detach(), p.grad, *moments, *settings, True, p.dtype == torch.bfloat16)
-
-    update = single_param_adam
-    if compiled:
-        update = torch.compile(update, fullgraph=True, dynamic=False)
-    return LowBitAdamW(groups, lr=0.0, betas=betas)
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.manual_seed(self.seed)
+        with torch._dynamo.utils.disable_cache_limit():     # each shape is a graph of its own
+            for group in self.param_groups:
+                settings = group['lr'], *group['betas'], group['weight_decay'], group['eps']
+                for p in group['params']:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        state |= {'step': torch.zeros(()), 'exp_avg': self.moment(p, signed=True),
+                                  'exp_avg_sq': self.moment(p, signed=False)}
+                    state['step'] += 1
+                    moments = [state[name] for name in ('step', 'exp_avg', 'exp_avg_sq')]
+                    rounded_at_random = p.dtype == torch.bfloat16
+                    self.update(p.detach(), p.grad, *moments, None, *settings, True, rounded_at_random)
 
 
 def sharded_as(p, own):

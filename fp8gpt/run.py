@@ -68,8 +68,7 @@ class Run:
             if {'lora_alpha', 'lora_targets'} & config.layers[-1].keys():
                 raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
         notes = replace_requests(config, device)
-        whole = resumed and not resumed.get('lora')
-        if resumed and not whole:
+        if resumed and resumed.get('lora'):
             source = pretrained.base_of_adapters(resumed['lora'])
         else:
             source = resumed or pretrained.base(config['init_from'], bool(config['lora_rank']))
