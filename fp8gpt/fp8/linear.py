@@ -147,8 +147,8 @@ class Quantizer(NamedTuple):
             amax = torch.stack(torch.aminmax(x)).abs().amax()   # a twentieth of vector_norm's time there
         else:
             amax = torch.linalg.vector_norm(x, torch.inf)
-        if torch.compiler.is_compiling() and amax.dtype == torch.bfloat16:
-            # By its bits, since a compiler would take the scale from an amax that one kernel rounds and
+        if torch.compiler.is_compiling() and amax.dtype == torch.bfloat16 and not on_cpu(x):
+            # By its bits, since Triton's code would take the scale from an amax that one kernel rounds and
             # stores, and its inverse from that in a register: the powers of two may differ by a factor of two
             amax = (amax.view(torch.int16).int() << 16).view(torch.float32)
         if scale is None:
