@@ -24,7 +24,7 @@ import torch.nn as nn
 
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
-    ADDED, BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
+    ADDED, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
     OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
@@ -306,8 +306,7 @@ def convert(model, choice):
     """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
     matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
-    and no linear can be in FP8, for lazy layers, and for a converted model whose linears are a backend's own.
-    """
+    and no linear can be in FP8, for lazy layers, and for a model whose linears a backend has replaced."""
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
     if not isinstance(choice, Choice):
@@ -337,10 +336,6 @@ def convert(model, choice):
         module.bf16_reason = reason
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
-    # DistributedDataParallel would broadcast rank 0's amaxes; State.after_step reduces them over all ranks
-    model._ddp_params_and_buffers_to_ignore = [
-        *getattr(model, '_ddp_params_and_buffers_to_ignore', ()),
-        *(f'{name}.{buffer}'.lstrip('.') for name in fp8_linears(model) for buffer in BUFFERS)]
 
 
 def make_plain(model):
@@ -401,8 +396,7 @@ def output_layers(model):
 
 
 def checkpointer(choice):
-    """Return GPT's `checkpoint`: a function that recomputes a block in backward, or None, where torch's does.
-    """
+    """Return GPT's `checkpoint`, a function that recomputes a block in backward; None, where torch's does."""
     return BACKENDS.get(choice.backend, Backend).checkpoint
 
 
@@ -475,7 +469,7 @@ class WeightCache:
     """Casts each weight of a model's Fp8Linears once per optimizer step and keeps the cast, W and W^T.
 
     In a compiled linear a cast moves 14 bytes a weight, here, in eager mode, 27 or more; the other
-    micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in buffers of its linear
+    micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in tensors of its linear
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
@@ -530,7 +524,7 @@ def has_weight(module):
 
 
 def cast_weight(linear, scale=None):
-    """Fill the buffers WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
+    """Fill the tensors WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
     weight's amax. scale: see Quantizer."""
     q = linear.arithmetic.quantizers
     w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
@@ -542,11 +536,12 @@ def cast_weight(linear, scale=None):
 
 @contextlib.contextmanager
 def no_trace(model):
-    """Return a context after which a model's gradients and buffers, such as amaxes and batch norm's means,
-    are as they were before. FP8's scales and casts are the caller's."""
+    """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
+    as they were before. FP8's scales and casts are the caller's."""
     gradients = {p: p.grad for p in model.parameters()}
-    buffers = {buffer: buffer.clone() for name, buffer in model.named_buffers()
-               if name.split('.')[-1] not in ('scale', *WEIGHT_CACHE)}
+    held = [(module, name, tensor, tensor.clone()) for module in model.modules()
+            for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
+            if torch.is_tensor(tensor)]
     model.zero_grad()
     try:
         yield
@@ -554,9 +549,10 @@ def no_trace(model):
         for p, gradient in gradients.items():
             p.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers.items():
-                if not torch.equal(buffer, before):     # one that is not written may be expanded
-                    buffer.copy_(before)
+            for module, name, tensor, before in held:
+                setattr(module, name, tensor)
+                if not torch.equal(tensor, before):     # one that is not written may be expanded
+                    tensor.copy_(before)
 
 
 class State:
@@ -579,6 +575,9 @@ class State:
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
         linears = linears if RECIPES[choice.recipe].delayed else {}
+        for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
+            if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
+                layer.start(layer.arithmetic, True, layer.about)
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
@@ -601,7 +600,7 @@ class State:
         with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
-            if self.layers and not torch.stack(self.buffers('amax')).any():
+            if self.layers and not torch.stack(self.tensors('amax')).any():
                 warnings.warn('calibrate(run) saw no training pass, so scales are 1: run() is a forward and '
                               'backward pass, outside of torch.no_grad and fp8.paused', stacklevel=2)
             self.needs_calibration = False
@@ -625,15 +624,15 @@ class State:
         """Drop what was seen since the last step: amaxes, and casts of weights."""
         self.weight_cache.new_step(1)
         if self.layers:
-            torch._foreach_zero_(self.buffers('amax'))
+            torch._foreach_zero_(self.tensors('amax'))
 
-    def buffers(self, name):
-        """Return a buffer (3,) of each layer."""
+    def tensors(self, name):
+        """Return a tensor (3,) of each layer."""
         return [getattr(module, name) for module in self.layers.values()]
 
     @torch.no_grad()
     def _update_scales(self):
-        amax, scales = torch.stack(self.buffers('amax')), self.buffers('scale')     # (layers, 3)
+        amax, scales = torch.stack(self.tensors('amax')), self.tensors('scale')     # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         row = self.steps % len(self.history)
@@ -652,7 +651,7 @@ class State:
         if not self.layers:
             return {}
         return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history,
-                'scale': torch.stack(self.buffers('scale')), 'divisor': self.divisor}
+                'scale': torch.stack(self.tensors('scale')), 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
         """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
@@ -660,7 +659,7 @@ class State:
         divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
         size."""
         self.divisor = divisor
-        self.forget()           # a search for the batch size leaves amaxes and casts
+        self.forget()
         if not self.layers or not saved:
             return
         for name, expected in self.state_dict().items():
@@ -674,5 +673,5 @@ class State:
                 return
         self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False
-        scales = saved['scale'].where(saved['scale'] > 0, 1.0)      # older files have 0 without an amax
-        torch._foreach_copy_(self.buffers('scale'), list(scales))
+        # older files have 0 without an amax
+        torch._foreach_copy_(self.tensors('scale'), list(saved['scale'].where(saved['scale'] > 0, 1.0)))
