@@ -325,6 +325,8 @@ def test_a_state_ends_with_its_conversion(before, after):
     fp8.convert(model, choices[after])
     with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
         first.after_step()
+    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
+        first.calibrate(lambda: model(x).sum().backward())
     second = fp8.State(model, choices[after])
     second.calibrate(lambda: model(x).sum().backward())
     second.after_step()

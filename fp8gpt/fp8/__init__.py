@@ -347,9 +347,10 @@ def make_plain(model):
         own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
         if module.bf16_reason is None and (not own or module.weight is None):
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(getattr(hook, '__self__', None), WeightCache):
-            del model._forward_pre_hooks[key]
+    for module in model.modules():      # a State may be that of a part
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, '__self__', None), WeightCache):
+                del module._forward_pre_hooks[key]
     for module in done:
         if module.bf16_reason is None:
             module.stop()
@@ -588,6 +589,7 @@ class State:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.lora_rank > 0)
 
+        self.check_model()
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
@@ -610,12 +612,16 @@ class State:
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
         scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration, and
         after another fp8.convert of the model."""
-        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
-            raise RuntimeError('the model was converted anew since this State was made: make another, and '
-                               'call its calibrate(run) if scaling is delayed')
+        self.check_model()
         if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
+    def check_model(self):
+        """Raise RuntimeError after another fp8.convert of the model."""
+        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
+            raise RuntimeError('the model was converted anew since this State was made: make another, and '
+                               'call its calibrate(run) if scaling is delayed')
+
         if self.layers and not mode.paused:
             self._update_scales()
         self.forget()
