@@ -99,7 +99,8 @@ def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in
     model(IDX, IDX)
     assert stand_in_te.count(('checkpoint',)) == 2
     torchao = [Choice('torchao', recipe) for recipe in ('tensorwise', 'rowwise')]
-    assert [bool(choice.eager) for choice in (TE, NATIVE, fp8.OFF, *torchao)] == [True, False, False, False, True]
+    eager = [bool(choice.eager) for choice in (TE, NATIVE, fp8.OFF, *torchao)]
+    assert eager == [True, False, False, False, True]
 
 
 def test_a_te_that_does_not_load_is_told_from_one_that_is_not_there(monkeypatch):

@@ -366,7 +366,7 @@ class Torchao(Backend):
         'margin': (),
         'lora_rank': (),
     }
-    # as ours would be but for the bits of Quantizer's amax; tensorwise scales are off by bf16's rounding alone
+    # as ours would be but for the bits of Quantizer's amax; tensorwise scales are off by bf16's rounding
     eager = dict.fromkeys(('rowwise', 'rowwise_gw_hp'), "torch.compile doubles some of torchao's rows")
 
     def check(self, choice, device):
