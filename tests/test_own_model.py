@@ -332,6 +332,44 @@ def test_a_state_ends_with_its_conversion(before, after):
     second.after_step()
 
 
+def test_a_state_of_a_part_ends_with_a_conversion_of_the_whole():
+    model, choice = nn.Sequential(stack(), stack()), on_a_cpu('native', 'tensorwise')
+    fp8.convert(model[0], choice)
+    state = fp8.State(model[0], choice)
+    fp8.convert(model, choice)
+    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
+        state.after_step()
+
+
+def test_a_summary_of_parts_in_different_recipes():
+    """It says what each runs, of whichever choice."""
+    choices = on_a_cpu('native', 'delayed'), on_a_cpu('emulate', 'mxfp8')
+    model = nn.Sequential(stack(), stack())
+    for part, choice in zip(model, choices):
+        fp8.convert(part, choice)
+    for choice in choices:
+        line, formats, *_ = fp8.summary(model, choice).splitlines()
+        assert line.endswith('6 of 6 linears, delayed (native) and mxfp8 (emulate)')
+        assert formats.strip().startswith('hybrid and e4m3;')
+
+
+def test_a_mixtures_experts_count_as_bf16():
+    """They are tensors (experts, out, in), by which transformers' Mixtral multiplies; three kinds of others
+    are none: a convolution's, an embedding's, a class token."""
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, num_local_experts=4))
+    model.token, model.patches = nn.Parameter(torch.zeros(1, 1, 64)), nn.Conv1d(64, 64, 4)
+    choice = on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    block = model.model.layers[0]
+    weights = {name: p.numel() for name, p in block.named_parameters() if p.dim() > 1}
+    in_fp8 = sum(number for name, number in weights.items() if 'self_attn' in name)
+    assert fp8.fp8_share(model) == in_fp8 / (sum(weights.values()) + model.lm_head.weight.numel())
+    assert 'model.layers.0.mlp.experts: transformers.' in fp8.summary(model, choice)
+    assert not {'', 'patches', 'model.embed_tokens'} & fp8.reasons(model).keys()
+
+
 def test_mistakes_with_a_model_are_refused_in_words():
     choice, model = on_a_cpu('native', 'tensorwise'), stack()
     fp8.convert(model, choice)
@@ -412,6 +450,23 @@ def test_memory_given_to_a_model_without_any_has_defined_scales():
     assert not any(linear.amax.any() for linear in fp8.fp8_linears(model).values())
 
 
+def test_weights_given_to_a_model_without_memory():
+    x, choice = torch.randn(32, 64), on_a_cpu('native', 'delayed')
+    with torch.device('meta'):
+        model = stack()
+    fp8.convert(model, choice)
+    model.load_state_dict(stack().state_dict(), assign=True)
+    fp8.State(model, choice).calibrate(lambda: model(x).sum().backward())
+    assert relative(model(x), stack()(x)) < 0.1
+
+
+WRAPPERS = {
+    'none': lambda model: model,
+    'parent': nn.Sequential,
+    'compiled': lambda model: torch.compile(model, backend='eager'),   # as nanoGPT does
+}
+
+
 def one_of_two_ranks(rank, file, scales):
     torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=2)
     choice = on_a_cpu('native', 'delayed', amax_history=1)
@@ -455,23 +510,6 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
 
 
 @pytest.mark.parametrize('recipe', ['delayed', 'tensorwise'])
-def test_weights_given_to_a_model_without_memory():
-    x, choice = torch.randn(32, 64), on_a_cpu('native', 'delayed')
-    with torch.device('meta'):
-        model = stack()
-    fp8.convert(model, choice)
-    model.load_state_dict(stack().state_dict(), assign=True)
-    fp8.State(model, choice).calibrate(lambda: model(x).sum().backward())
-    assert relative(model(x), stack()(x)) < 0.1
-
-
-WRAPPERS = {
-    'none': lambda model: model,
-    'parent': nn.Sequential,
-    'compiled': lambda model: torch.compile(model, backend='eager'),   # as nanoGPT does
-}
-
-
 def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     """Between two micro-steps, too; and batch norm's means, and buffers that a module replaces."""
     class Counts(nn.Module):
@@ -481,6 +519,7 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
 
     model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', recipe)
     model.insert(1, nn.BatchNorm1d(64))
+    model.append(Counts()).get_submodule('5').register_buffer('scale', torch.zeros(1))
     fp8.convert(model, choice)
     state = fp8.State(model, choice)
     state.calibrate(lambda: model(x).sum().backward())
@@ -495,6 +534,19 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     assert same_tensors(dict(model.named_buffers()) | extra_tensors(model), seen)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
     assert all(map(torch.equal, gradients, before))
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_an_average_of_weights_in_a_cached_step(backend):
+    """By torch's AveragedModel, made before the step: it copies buffers in their order."""
+    model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
+    choice = on_a_cpu(backend, 'delayed')
+    fp8.convert(model, choice)
+    state, average = fp8.State(model, choice), torch.optim.swa_utils.AveragedModel(model)
+    state.weight_cache.new_step(fp8.FEWEST)
+    model(x)
+    average.update_parameters(model)
+    assert same_tensors(average.module.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize('backend', ['native', 'emulate'])
@@ -517,17 +569,3 @@ def test_a_copy_in_a_cached_step_computes_with_its_own_weights(backend):
     model[0].weight = None      # as LoRA has it
     model[0].wt8 = model[0].wt8_scale_inv = None
     assert torch.equal(copy.deepcopy(model)(x), model(x))
-    model.append(Counts()).get_submodule('5').register_buffer('scale', torch.zeros(1))
-
-
-@pytest.mark.parametrize('backend', ['native', 'emulate'])
-def test_an_average_of_weights_in_a_cached_step(backend):
-    """By torch's AveragedModel, made before the step: it copies buffers in their order."""
-    model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
-    choice = on_a_cpu(backend, 'delayed')
-    fp8.convert(model, choice)
-    state, average = fp8.State(model, choice), torch.optim.swa_utils.AveragedModel(model)
-    state.weight_cache.new_step(fp8.FEWEST)
-    model(x)
-    average.update_parameters(model)
-    assert same_tensors(average.module.state_dict(), model.state_dict())

@@ -312,17 +312,16 @@ def convert(model, choice):
     if not isinstance(choice, Choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
-    tables, outputs = (nn.Embedding, nn.EmbeddingBag), output_layers(model)
+    outputs = output_layers(model)
     adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
     names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
-        matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
-        if isinstance(module, tables) or not (matrix or type(module) is nn.Linear):
-            continue
         reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
-            reason = why_bf16(
-                choice, HEAD if name in outputs else name, module.in_features, module.out_features)
+            named = HEAD if name in outputs else name
+            reason = why_bf16(choice, named, module.in_features, module.out_features)
+        elif not matrices(module):
+            continue
         reason = reason or why_not_converted(module, name, None if adopt else names)
         if reason is None and adopt:
             adopt(choice, module)
@@ -413,25 +412,24 @@ def fp8_linears(model):
 
 def bf16_summary(model):
     """Return the linears that are not in FP8, by their reason; '' if there are none."""
-    by_reason, parts = {}, []
+    by_reason = {}
     for name, reason in reasons(model).items():
-        if reason:
-            by_reason.setdefault(reason, []).append(name or 'the model')
-    for reason, names in by_reason.items():
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        parts.append(f'{", ".join(names[:3])}{more}: {reason}')
-    return '; '.join(parts)
+        by_reason.setdefault(reason, []).append(name or 'the model')
+    return '; '.join(f'{", ".join(names[:3])}' + f' and {len(names) - 3} more' * (len(names) > 3)
+                     + f': {reason}' for reason, names in by_reason.items() if reason)
+
+
+def matrices(module):
+    """Return the parameters by which a module multiplies: a matrix, or one for each expert."""
+    others = nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd
+    weights = () if isinstance(module, others) else module.parameters(recurse=False)
+    return [p for p in weights if p.dim() == 2 or p.dim() == 3 and len(p) > 1]
 
 
 def fp8_share(model):
     """Return the share of the linears' FLOPs that is in FP8."""
-    in_fp8 = in_bf16 = 0
-    for name, reason in reasons(model).items():
-        module = model.get_submodule(name)
-        if reason is None:      # a frozen one has no weight
-            in_fp8 += module.in_features * module.out_features
-        else:
-            in_bf16 += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    in_bf16 = sum(p.numel() for m in model.modules() if getattr(m, 'bf16_reason', None) for p in matrices(m))
+    in_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen: no weight
     return in_fp8 / (in_fp8 + in_bf16)
 
 
@@ -442,19 +440,17 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    said = (getattr(module, 'about', None) for module in fp8_linears(model).values())    # native's, emulate's
-    recipe, format, backend = next(filter(None, said), (choice.recipe, choice.format, choice.backend))
-    line += f'{recipe} ({backend}){choice.instead}'
+    ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
+    said = {getattr(module, 'about', ours): None for module in fp8_linears(model).values()}
+    line += ' and '.join(f'{recipe} ({backend})' for recipe, _, backend in said) + choice.instead
     if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
     elif plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
-    line += f'\n          {format}'
-    if choice.margin:
-        line += f', margin {choice.margin}'
-    if choice.kernels == 'triton':
-        line += ', Triton kernels'
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {backend}: {choice.reason}'
+    line += f'\n          {" and ".join(format for _, format, _ in said)}'
+    line += f', margin {choice.margin}' * bool(choice.margin)
+    line += ', Triton kernels' * (choice.kernels == 'triton')
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {[*said][0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
     if not output_layers(model) and not choice.keep:
         line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
@@ -576,12 +572,12 @@ class State:
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
         linears = linears if RECIPES[choice.recipe].delayed else {}
-        for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
-            if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
-                layer.start(layer.arithmetic, True, layer.about)
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
+        for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
+            if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
+                layer.start(layer.arithmetic, True, layer.about)
         device = next((p.device for p in model.parameters()), None)
         shape = choice.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -589,11 +585,11 @@ class State:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.lora_rank > 0)
 
-        self.check_model()
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
         has no such mode, gets its scales in two passes. Warns where no linear saw a token."""
+        self.check_model()
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()           # a search for the batch size leaves amaxes and casts
@@ -616,15 +612,15 @@ class State:
         if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
+        if self.layers and not mode.paused:
+            self._update_scales()
+        self.forget()
+
     def check_model(self):
         """Raise RuntimeError after another fp8.convert of the model."""
         if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
             raise RuntimeError('the model was converted anew since this State was made: make another, and '
                                'call its calibrate(run) if scaling is delayed')
-
-        if self.layers and not mode.paused:
-            self._update_scales()
-        self.forget()
 
     def forget(self):
         """Drop what was seen since the last step: amaxes, and casts of weights."""
@@ -662,8 +658,7 @@ class State:
     def load(self, saved, divisor=1):
         """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
         finite; else the state still needs its calibration. divisor: what a micro-step's loss is
-        divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
-        size."""
+        divided by; another number of ranks or micro-steps changes it, and the size of gradients."""
         self.divisor = divisor
         self.forget()
         if not self.layers or not saved:
