@@ -145,7 +145,9 @@ def kept_bytes(config, sequences, choice, adapters, param_dtype, compiled, keeps
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         inputs = x, x.detach().requires_grad_(), rope, None
         block, kept = model.h[0], set()
-        state = dict(block.named_parameters()) | dict(block.named_buffers())
+        casts = {f'{name}.{key}': vars(linear)[key] for name, linear in fp8.fp8_linears(block).items()
+                 for key in fp8.TENSORS if vars(linear)[key] is not None}
+        state = dict(block.named_parameters()) | casts
         forward = functools.partial(torch.func.functional_call, block)
 
         def pack(tensor):

@@ -52,8 +52,11 @@ device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
 say(about)
 found = pretrained.generation_of(ckpt)
-if found.get('repetition_penalty') not in (None, 1):
-    say(f'# repetition_penalty={found["repetition_penalty"]} of generation_config.json is not built')
+without_effect = {'repetition_penalty': 1, 'min_p': 0, 'typical_p': 1, 'no_repeat_ngram_size': 0,
+                  'num_beams': 1, 'suppress_tokens': [], 'bad_words_ids': []}
+for name, value in without_effect.items():
+    if found.get(name, value) not in (None, value):
+        say(f'# {name}={found[name]} of generation_config.json is not built')
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:

@@ -29,6 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from fp8gpt import fp8
 from fp8gpt.fp8 import backends, linear
+from fp8_models import extra_tensors
 import model
 from model import GPT, PRESETS, Linear, rope_tables
 import triton_tools
@@ -128,7 +129,7 @@ def kernels_by(config, sequences, choice, of_head):
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []
         block = gpt.h[0]
-        names, buffers = list(dict(block.named_parameters())), dict(block.named_buffers())
+        names, buffers = list(dict(block.named_parameters())), extra_tensors(block)
 
         def run_block(*flat):
             weights, rest = flat[:len(names)], flat[len(names):]

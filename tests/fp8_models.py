@@ -86,3 +86,10 @@ def trained(choice, checkpoint_every=0, micro_steps=1):
     batches = torch.randint(0, 64, (3, 2 * micro_steps, 65), generator=generator)
     train(model, state, optimizer, batches, micro_steps)
     return torch.cat([p.detach().flatten() for p in model.weights().values()])
+
+
+def extra_tensors(model):
+    """Return name -> tensor of FP8's amaxes, scales and casts, which are neither parameters nor buffers."""
+    return {f'{name}.{key}': tensor for name, module in model.named_modules()
+            if isinstance(module, fp8.Fp8Linear) for key, tensor in vars(module).items()
+            if key in fp8.TENSORS and tensor is not None}

@@ -144,9 +144,11 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
         assert said[:-1] == [line] * bool(line)
     assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
     shutil.copytree(folder, tmp_path / 'odd')
-    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1)
+    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1, min_p=0.1, num_beams=1)
     said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
-    assert '# repetition_penalty=1.1 of generation_config.json is not built' in said
+    for name in 'repetition_penalty=1.1', 'min_p=0.1':
+        assert f'# {name} of generation_config.json is not built' in said
+    assert 'num_beams' not in said
     change_config(tmp_path / 'odd', 'generation_config', top_p='much')
     code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
     assert code == 2 and "top_p wants a number > 0, <= 1, not 'much'" in line

@@ -14,7 +14,7 @@ from fp8gpt.tokenizer import get_tokenizer
 from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
 from conftest import in_ranks, losses, records, refused, run
-from fp8_models import on_a_cpu, tokens, train
+from fp8_models import extra_tensors, on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
 from model import GPT, GPTConfig, Linear
@@ -175,7 +175,7 @@ def test_a_frozen_linear_computes_as_one_that_trains_in_two_products_and_lets_go
             assert (len(operands), len(kept_for_backward)) == (2 * products, 0 if frozen else 1), recipe
         assert all(torch.equal(a, b) for a, b in zip(*found)), recipe
         assert list(dict(linear.named_parameters())) == ['bias']
-        kept = sum(buffer.nbytes for buffer in linear.buffers()) / weight.numel()
+        kept = sum(tensor.nbytes for tensor in extra_tensors(linear).values()) / weight.numel()
         assert kept <= (1.125 if recipe == 'mxfp8' else 1.05), recipe   # of 4 bytes, one for 32 values
         with fp8.paused(), torch.no_grad():
             assert torch.equal(linear(x), F.linear(x, weight.to(x.dtype), linear.bias.to(x.dtype))), recipe
@@ -199,7 +199,7 @@ def test_the_loss_falls_while_nothing_frozen_moves():
     choice = choice_of('delayed', 'native')
     model, found = steps(choice)
     assert found[-1] < found[0] - 0.05
-    frozen, others = ({**dict(each.named_parameters()), **dict(each.named_buffers())}
+    frozen, others = ({**dict(each.named_parameters()), **extra_tensors(each)}
                       for each in (model, adapted(choice)[0]))
     names = [name for name in others if '.lora.' not in name and not name.endswith(('amax', 'scale'))]
     assert all(torch.equal(frozen[name].float(), others[name].float()) for name in names)

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 from fp8gpt import distributed, fp8
 from fp8gpt.fp8.health import cast_health
-from fp8_models import gradient_of, on_a_cpu
+from fp8_models import extra_tensors, gradient_of, on_a_cpu
 from helpers import relative, same_tensors
 
 transformers = pytest.importorskip('transformers')
@@ -311,7 +311,8 @@ def test_a_bare_linear_and_one_without_memory():
     with torch.device('meta'):
         model = stack()
     fp8.convert(model, choice)
-    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {'meta'}
+    assert {tensor.device.type for tensor in (*model.parameters(), *extra_tensors(model).values())} == {
+        'meta'}
 
 
 @pytest.mark.parametrize('before, after', [*itertools.permutations(['off', 'tensorwise', 'delayed'], 2)])
@@ -324,9 +325,49 @@ def test_a_state_ends_with_its_conversion(before, after):
     fp8.convert(model, choices[after])
     with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
         first.after_step()
+    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
+        first.calibrate(lambda: model(x).sum().backward())
     second = fp8.State(model, choices[after])
     second.calibrate(lambda: model(x).sum().backward())
     second.after_step()
+
+
+def test_a_state_of_a_part_ends_with_a_conversion_of_the_whole():
+    model, choice = nn.Sequential(stack(), stack()), on_a_cpu('native', 'tensorwise')
+    fp8.convert(model[0], choice)
+    state = fp8.State(model[0], choice)
+    fp8.convert(model, choice)
+    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
+        state.after_step()
+
+
+def test_a_summary_of_parts_in_different_recipes():
+    """It says what each runs, of whichever choice."""
+    choices = on_a_cpu('native', 'delayed'), on_a_cpu('emulate', 'mxfp8')
+    model = nn.Sequential(stack(), stack())
+    for part, choice in zip(model, choices):
+        fp8.convert(part, choice)
+    for choice in choices:
+        line, formats, *_ = fp8.summary(model, choice).splitlines()
+        assert line.endswith('6 of 6 linears, delayed (native) and mxfp8 (emulate)')
+        assert formats.strip().startswith('hybrid and e4m3;')
+
+
+def test_a_mixtures_experts_count_as_bf16():
+    """They are tensors (experts, out, in), by which transformers' Mixtral multiplies; three kinds of others
+    are none: a convolution's, an embedding's, a class token."""
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, num_local_experts=4))
+    model.token, model.patches = nn.Parameter(torch.zeros(1, 1, 64)), nn.Conv1d(64, 64, 4)
+    choice = on_a_cpu('native', 'tensorwise')
+    fp8.convert(model, choice)
+    block = model.model.layers[0]
+    weights = {name: p.numel() for name, p in block.named_parameters() if p.dim() > 1}
+    in_fp8 = sum(number for name, number in weights.items() if 'self_attn' in name)
+    assert fp8.fp8_share(model) == in_fp8 / (sum(weights.values()) + model.lm_head.weight.numel())
+    assert 'model.layers.0.mlp.experts: transformers.' in fp8.summary(model, choice)
+    assert not {'', 'patches', 'model.embed_tokens'} & fp8.reasons(model).keys()
 
 
 def test_mistakes_with_a_model_are_refused_in_words():
@@ -388,11 +429,11 @@ def test_scales_and_casts_keep_their_types(change, backend):
     state.calibrate(lambda: model(x).square().mean().backward())
     state.weight_cache.new_step(fp8.FEWEST)
     model(x)
-    before = {name: value.clone() for name, value in model.named_buffers()}
-    assert len(before) == 3 * len(fp8.BUFFERS)
+    before = {name: value.clone() for name, value in extra_tensors(model).items()}
+    assert len(before) == 3 * len(fp8.TENSORS)
     if change != 'default':
         getattr(model, change)()
-    after = dict(model.named_buffers())
+    after = extra_tensors(model)
     assert all(after[name].dtype == value.dtype and torch.equal(after[name].float(), value.float())
                for name, value in before.items())
     assert state.history.dtype == torch.float32
@@ -409,25 +450,45 @@ def test_memory_given_to_a_model_without_any_has_defined_scales():
     assert not any(linear.amax.any() for linear in fp8.fp8_linears(model).values())
 
 
+def test_weights_given_to_a_model_without_memory():
+    x, choice = torch.randn(32, 64), on_a_cpu('native', 'delayed')
+    with torch.device('meta'):
+        model = stack()
+    fp8.convert(model, choice)
+    model.load_state_dict(stack().state_dict(), assign=True)
+    fp8.State(model, choice).calibrate(lambda: model(x).sum().backward())
+    assert relative(model(x), stack()(x)) < 0.1
+
+
+WRAPPERS = {
+    'none': lambda model: model,
+    'parent': nn.Sequential,
+    'compiled': lambda model: torch.compile(model, backend='eager'),   # as nanoGPT does
+}
+
+
 def one_of_two_ranks(rank, file, scales):
     torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=2)
-    model, choice = stack(), on_a_cpu('native', 'delayed', amax_history=1)
-    fp8.convert(model, choice)
-    state, ranks = fp8.State(model, choice), nn.parallel.DistributedDataParallel(model)
-    state.calibrate(lambda: ranks(torch.ones(32, 64)).sum().backward())
-    for amax in 1.0 + 31 * rank, 1.0:
-        ranks(torch.full((32, 64), amax)).sum().backward()
-    state.after_step()
-    scales[rank] = model[0].scale[0]
+    choice = on_a_cpu('native', 'delayed', amax_history=1)
+    for number, wrapped in enumerate(WRAPPERS.values()):
+        model = stack()
+        fp8.convert(model, choice)
+        state, ranks = fp8.State(model, choice), nn.parallel.DistributedDataParallel(wrapped(model))
+        state.calibrate(lambda: ranks(torch.ones(32, 64)).sum().backward())
+        for amax in 1.0 + 31 * rank, 1.0:
+            ranks(torch.full((32, 64), amax)).sum().backward()
+        state.after_step()
+        scales[rank, number] = model[0].scale[0]
     distributed.leave()
 
 
 @pytest.mark.slow
 def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
-    """Rank 1 sees 32 in the first of two micro-steps, so that 448 / 32 is the scale of both."""
-    scales = torch.zeros(2).share_memory_()
+    """Rank 1 sees 32 in the first of two micro-steps, so that 448 / 32 is the scale of both; also of a model
+    within another module."""
+    scales = torch.zeros(2, len(WRAPPERS)).share_memory_()
     torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
-    assert scales.tolist() == [14.0, 14.0]
+    assert scales.unique().tolist() == [14.0]
 
 
 def penalty(model):
@@ -450,23 +511,42 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
 
 @pytest.mark.parametrize('recipe', ['delayed', 'tensorwise'])
 def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
-    """Between two micro-steps, too; and batch norm's means."""
+    """Between two micro-steps, too; and batch norm's means, and buffers that a module replaces."""
+    class Counts(nn.Module):
+        def forward(self, x):
+            self.scale = self.scale + 1
+            return x
+
     model, x, choice = stack(), torch.randn(32, 64), on_a_cpu('native', recipe)
     model.insert(1, nn.BatchNorm1d(64))
+    model.append(Counts()).get_submodule('5').register_buffer('scale', torch.zeros(1))
     fp8.convert(model, choice)
     state = fp8.State(model, choice)
     state.calibrate(lambda: model(x).sum().backward())
     assert all(p.grad is None for p in model.parameters())
     assert cast_health(model, choice, lambda: model(x).sum().backward())
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters()) and not model[5].scale
     model(x).sum().backward()
     gradients, seen = [p.grad for p in model.parameters()], {
-        name: value.clone() for name, value in model.named_buffers()}
+        name: value.clone() for name, value in (*model.named_buffers(), *extra_tensors(model).items())}
     before = [gradient.clone() for gradient in gradients]
     assert cast_health(model, choice, lambda: model(100 * x).sum().backward())
-    assert same_tensors(dict(model.named_buffers()), seen)
+    assert same_tensors(dict(model.named_buffers()) | extra_tensors(model), seen)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
     assert all(map(torch.equal, gradients, before))
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_an_average_of_weights_in_a_cached_step(backend):
+    """By torch's AveragedModel, made before the step: it copies buffers in their order."""
+    model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
+    choice = on_a_cpu(backend, 'delayed')
+    fp8.convert(model, choice)
+    state, average = fp8.State(model, choice), torch.optim.swa_utils.AveragedModel(model)
+    state.weight_cache.new_step(fp8.FEWEST)
+    model(x)
+    average.update_parameters(model)
+    assert same_tensors(average.module.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize('backend', ['native', 'emulate'])

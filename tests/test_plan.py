@@ -13,6 +13,7 @@ import plan
 from configurator import SettingError, configure
 from conftest import ROOT
 from fp8gpt import fp8, lora, pretrained
+from fp8_models import extra_tensors
 from fp8gpt.gpus import GPUS, find_gpu
 from fp8gpt.run import Length
 from gpu.steps import VARIANTS
@@ -190,7 +191,8 @@ def test_what_is_kept_of_a_block_is_what_autograd_keeps_of_a_real_one(compiled, 
                             (NATIVE, LLAMA | {'qk_norm': True, 'head_dim': 64})):
         config, kept = GPTConfig(**SMALL | options), {}
         gpt = GPT(config, fp8.linear_factory(choice, Linear))
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*gpt.parameters(), *gpt.buffers())}
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (
+            *gpt.parameters(), *gpt.buffers(), *extra_tensors(gpt).values())}
         x = torch.randn(16, 64, 128, dtype=torch.bfloat16, requires_grad=True)
         rope = (gpt.rope_cos, gpt.rope_sin) if options else None
         block = torch.compile(gpt.h[0], backend='aot_eager_decomp_partition') if compiled else gpt.h[0]

@@ -24,7 +24,7 @@ import torch.nn as nn
 
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
-    ADDED, BUFFERS, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
+    ADDED, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
     OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
@@ -306,24 +306,22 @@ def convert(model, choice):
     """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
     matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
-    and no linear can be in FP8, for lazy layers, and for a converted model whose linears are a backend's own.
-    """
+    and no linear can be in FP8, for lazy layers, and for a model whose linears a backend has replaced."""
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
     if not isinstance(choice, Choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
-    tables, outputs = (nn.Embedding, nn.EmbeddingBag), output_layers(model)
+    outputs = output_layers(model)
     adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
     names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
-        matrix = any(p.dim() == 2 for p in module.parameters(recurse=False))
-        if isinstance(module, tables) or not (matrix or type(module) is nn.Linear):
-            continue
         reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
-            reason = why_bf16(
-                choice, HEAD if name in outputs else name, module.in_features, module.out_features)
+            named = HEAD if name in outputs else name
+            reason = why_bf16(choice, named, module.in_features, module.out_features)
+        elif not matrices(module):
+            continue
         reason = reason or why_not_converted(module, name, None if adopt else names)
         if reason is None and adopt:
             adopt(choice, module)
@@ -337,10 +335,6 @@ def convert(model, choice):
         module.bf16_reason = reason
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
-    # DistributedDataParallel would broadcast rank 0's amaxes; State.after_step reduces them over all ranks
-    model._ddp_params_and_buffers_to_ignore = [
-        *getattr(model, '_ddp_params_and_buffers_to_ignore', ()),
-        *(f'{name}.{buffer}'.lstrip('.') for name in fp8_linears(model) for buffer in BUFFERS)]
 
 
 def make_plain(model):
@@ -352,9 +346,10 @@ def make_plain(model):
         own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
         if module.bf16_reason is None and (not own or module.weight is None):
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(getattr(hook, '__self__', None), WeightCache):
-            del model._forward_pre_hooks[key]
+    for module in model.modules():      # a State may be that of a part
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, '__self__', None), WeightCache):
+                del module._forward_pre_hooks[key]
     for module in done:
         if module.bf16_reason is None:
             module.stop()
@@ -401,8 +396,7 @@ def output_layers(model):
 
 
 def checkpointer(choice):
-    """Return GPT's `checkpoint`: a function that recomputes a block in backward, or None, where torch's does.
-    """
+    """Return GPT's `checkpoint`, a function that recomputes a block in backward; None, where torch's does."""
     return BACKENDS.get(choice.backend, Backend).checkpoint
 
 
@@ -418,25 +412,24 @@ def fp8_linears(model):
 
 def bf16_summary(model):
     """Return the linears that are not in FP8, by their reason; '' if there are none."""
-    by_reason, parts = {}, []
+    by_reason = {}
     for name, reason in reasons(model).items():
-        if reason:
-            by_reason.setdefault(reason, []).append(name or 'the model')
-    for reason, names in by_reason.items():
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        parts.append(f'{", ".join(names[:3])}{more}: {reason}')
-    return '; '.join(parts)
+        by_reason.setdefault(reason, []).append(name or 'the model')
+    return '; '.join(f'{", ".join(names[:3])}' + f' and {len(names) - 3} more' * (len(names) > 3)
+                     + f': {reason}' for reason, names in by_reason.items() if reason)
+
+
+def matrices(module):
+    """Return the parameters by which a module multiplies: a matrix, or one for each expert."""
+    others = nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd
+    weights = () if isinstance(module, others) else module.parameters(recurse=False)
+    return [p for p in weights if p.dim() == 2 or p.dim() == 3 and len(p) > 1]
 
 
 def fp8_share(model):
     """Return the share of the linears' FLOPs that is in FP8."""
-    in_fp8 = in_bf16 = 0
-    for name, reason in reasons(model).items():
-        module = model.get_submodule(name)
-        if reason is None:      # a frozen one has no weight
-            in_fp8 += module.in_features * module.out_features
-        else:
-            in_bf16 += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+    in_bf16 = sum(p.numel() for m in model.modules() if getattr(m, 'bf16_reason', None) for p in matrices(m))
+    in_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen: no weight
     return in_fp8 / (in_fp8 + in_bf16)
 
 
@@ -447,19 +440,17 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    said = (getattr(module, 'about', None) for module in fp8_linears(model).values())    # native's, emulate's
-    recipe, format, backend = next(filter(None, said), (choice.recipe, choice.format, choice.backend))
-    line += f'{recipe} ({backend}){choice.instead}'
+    ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
+    said = {getattr(module, 'about', ours): None for module in fp8_linears(model).values()}
+    line += ' and '.join(f'{recipe} ({backend})' for recipe, _, backend in said) + choice.instead
     if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
         line += f', bf16: {others}'
     elif plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
-    line += f'\n          {format}'
-    if choice.margin:
-        line += f', margin {choice.margin}'
-    if choice.kernels == 'triton':
-        line += ', Triton kernels'
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {backend}: {choice.reason}'
+    line += f'\n          {" and ".join(format for _, format, _ in said)}'
+    line += f', margin {choice.margin}' * bool(choice.margin)
+    line += ', Triton kernels' * (choice.kernels == 'triton')
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {[*said][0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
     if not output_layers(model) and not choice.keep:
         line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
@@ -475,7 +466,7 @@ class WeightCache:
     """Casts each weight of a model's Fp8Linears once per optimizer step and keeps the cast, W and W^T.
 
     In a compiled linear a cast moves 14 bytes a weight, here, in eager mode, 27 or more; the other
-    micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in buffers of its linear
+    micro-steps then move none. A cast takes 2 bytes of memory a weight and lies in tensors of its linear
     (WEIGHT_CACHE), which a compiled graph reads as it reads the weight: one graph serves every
     micro-step. The linear's own quantizers make it, so that caching changes no bit.
 
@@ -530,7 +521,7 @@ def has_weight(module):
 
 
 def cast_weight(linear, scale=None):
-    """Fill the buffers WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
+    """Fill the tensors WEIGHT_CACHE of an Fp8Linear with its weight's cast, by the scale, and return the
     weight's amax. scale: see Quantizer."""
     q = linear.arithmetic.quantizers
     w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
@@ -542,11 +533,12 @@ def cast_weight(linear, scale=None):
 
 @contextlib.contextmanager
 def no_trace(model):
-    """Return a context after which a model's gradients and buffers, such as amaxes and batch norm's means,
-    are as they were before. FP8's scales and casts are the caller's."""
+    """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
+    as they were before. FP8's scales and casts are the caller's."""
     gradients = {p: p.grad for p in model.parameters()}
-    buffers = {buffer: buffer.clone() for name, buffer in model.named_buffers()
-               if name.split('.')[-1] not in ('scale', *WEIGHT_CACHE)}
+    held = [(module, name, tensor, tensor.clone()) for module in model.modules()
+            for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
+            if torch.is_tensor(tensor)]
     model.zero_grad()
     try:
         yield
@@ -554,9 +546,10 @@ def no_trace(model):
         for p, gradient in gradients.items():
             p.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers.items():
-                if not torch.equal(buffer, before):     # one that is not written may be expanded
-                    buffer.copy_(before)
+            for module, name, tensor, before in held:
+                setattr(module, name, tensor)
+                if not torch.equal(tensor, before):     # one that is not written may be expanded
+                    tensor.copy_(before)
 
 
 class State:
@@ -582,6 +575,9 @@ class State:
         self.needs_calibration = bool(linears)
         # Transformer Engine's linears keep their own histories
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
+        for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
+            if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
+                layer.start(layer.arithmetic, True, layer.about)
         device = next((p.device for p in model.parameters()), None)
         shape = choice.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -593,6 +589,7 @@ class State:
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
         gradients are dropped; it takes scales from the tensors themselves. Transformer Engine, which
         has no such mode, gets its scales in two passes. Warns where no linear saw a token."""
+        self.check_model()
         if not RECIPES[self.choice.recipe].delayed:
             return
         self.forget()           # a search for the batch size leaves amaxes and casts
@@ -601,7 +598,7 @@ class State:
         with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
-            if self.layers and not torch.stack(self.buffers('amax')).any():
+            if self.layers and not torch.stack(self.tensors('amax')).any():
                 warnings.warn('calibrate(run) saw no training pass, so scales are 1: run() is a forward and '
                               'backward pass, outside of torch.no_grad and fp8.paused', stacklevel=2)
             self.needs_calibration = False
@@ -611,9 +608,7 @@ class State:
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
         scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration, and
         after another fp8.convert of the model."""
-        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
-            raise RuntimeError('the model was converted anew since this State was made: make another, and '
-                               'call its calibrate(run) if scaling is delayed')
+        self.check_model()
         if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
@@ -621,19 +616,25 @@ class State:
             self._update_scales()
         self.forget()
 
+    def check_model(self):
+        """Raise RuntimeError after another fp8.convert of the model."""
+        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
+            raise RuntimeError('the model was converted anew since this State was made: make another, and '
+                               'call its calibrate(run) if scaling is delayed')
+
     def forget(self):
         """Drop what was seen since the last step: amaxes, and casts of weights."""
         self.weight_cache.new_step(1)
         if self.layers:
-            torch._foreach_zero_(self.buffers('amax'))
+            torch._foreach_zero_(self.tensors('amax'))
 
-    def buffers(self, name):
-        """Return a buffer (3,) of each layer."""
+    def tensors(self, name):
+        """Return a tensor (3,) of each layer."""
         return [getattr(module, name) for module in self.layers.values()]
 
     @torch.no_grad()
     def _update_scales(self):
-        amax, scales = torch.stack(self.buffers('amax')), self.buffers('scale')     # (layers, 3)
+        amax, scales = torch.stack(self.tensors('amax')), self.tensors('scale')     # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX)
         row = self.steps % len(self.history)
@@ -652,15 +653,14 @@ class State:
         if not self.layers:
             return {}
         return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history,
-                'scale': torch.stack(self.buffers('scale')), 'divisor': self.divisor}
+                'scale': torch.stack(self.tensors('scale')), 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
         """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
         finite; else the state still needs its calibration. divisor: what a micro-step's loss is
-        divided by. Another number of ranks or micro-steps means another divisor, and gradients of another
-        size."""
+        divided by; another number of ranks or micro-steps changes it, and the size of gradients."""
         self.divisor = divisor
-        self.forget()           # a search for the batch size leaves amaxes and casts
+        self.forget()
         if not self.layers or not saved:
             return
         for name, expected in self.state_dict().items():
@@ -674,5 +674,5 @@ class State:
                 return
         self.history.copy_(saved['history'])
         self.steps, self.needs_calibration = saved['steps'], False
-        scales = saved['scale'].where(saved['scale'] > 0, 1.0)      # older files have 0 without an amax
-        torch._foreach_copy_(self.buffers('scale'), list(scales))
+        # older files have 0 without an amax
+        torch._foreach_copy_(self.tensors('scale'), list(saved['scale'].where(saved['scale'] > 0, 1.0)))

@@ -45,8 +45,10 @@ class DeviceError(RuntimeError):
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # a weight's casts (N, K) and (K, N); of a frozen weight the first alone
 WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
-BUFFERS = 'amax', 'scale', *WEIGHT_CACHE    # of an Fp8Linear, beside its parameters
-ADDED = 'arithmetic', 'about', 'made', 'cast_of', *BUFFERS     # what an Fp8Linear has more than an nn.Linear
+# Tensors of an Fp8Linear beside its parameters. They are no buffers, which DistributedDataParallel would
+# broadcast from rank 0, and an average of weights (torch.optim.swa_utils) copy one by one.
+TENSORS = 'amax', 'scale', *WEIGHT_CACHE
+ADDED = 'arithmetic', 'about', 'made', 'cast_of', *TENSORS     # what an Fp8Linear has more than an nn.Linear
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
@@ -416,8 +418,7 @@ class Fp8Linear(nn.Linear):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
         self.cast_of = None     # the weight in WEIGHT_CACHE, and its version
-        for name in BUFFERS:    # no cast of a step, or of a frozen weight: each forward pass casts
-            self.register_buffer(name, None, persistent=False)
+        vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
         if delayed:     # fp8.State keeps and saves these; a scale is 1 where no amax was seen
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
             self.scale = torch.ones_like(self.amax)
@@ -429,21 +430,19 @@ class Fp8Linear(nn.Linear):
         self.__class__ = nn.Linear
 
     def _apply(self, fn, recurse=True):
-        """Move the module. FP8's buffers keep their types, and to_empty gives them defined values."""
-        held = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name in BUFFERS}
-        super()._apply(fn, recurse)
-        for name, tensor in held.items():
-            moved = self._buffers[name]
-            if moved.dtype != tensor.dtype:
-                self._buffers[name] = tensor.to(moved.device)
-            elif tensor.is_meta:
-                moved.fill_(name == 'scale')
-        return self
+        """Move the module. FP8's tensors keep their types, and to_empty gives them defined values."""
+        for name, tensor in vars(self).items():
+            if name in TENSORS and tensor is not None:
+                moved = fn(tensor)
+                vars(self)[name] = moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+                if tensor.is_meta and not moved.is_meta:
+                    moved.fill_(name == 'scale')
+        return super()._apply(fn, recurse)
 
     def __getstate__(self):
         """Return what a copy gets: no cast of a weight that may change, only one that is the weight."""
         casts = {} if self.wt8 is None else dict.fromkeys(WEIGHT_CACHE)
-        return {**vars(self), 'cast_of': None, '_buffers': {**self._buffers, **casts}}
+        return {**vars(self), 'cast_of': None, **casts}
 
     def extra_repr(self):
         return f'{super().extra_repr()}, {", ".join(self.about)}'
