@@ -429,6 +429,16 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         assert not meta(tmp_path / f'{name}-byte')['template']
 
 
+def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
+    """By their form: messages have no input beside them, and PLAIN writes no tools."""
+    beside = {'input': 'a', 'history': [], 'tools': [], 'system': 's', 'score': 1}
+    for name, columns in (('messages', 'history, input, score'), ('pairs', 'score, tools')):
+        path = written(tmp_path / f'{name}.jsonl', [row | beside for row in forms(30)[name]])
+        said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
+                            f'--data_dir={tmp_path}', '--num_workers=1')
+        assert f'columns that are not used: {columns}\n' in said
+
+
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
     chat = f'--tokenizer={make_tokenizer(tmp_path / "talker", chat_template=refusing + CHATML)}'
