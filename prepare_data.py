@@ -774,11 +774,13 @@ def locked(data_dir, folder):
 def find_half(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
     Raises SettingError where the folder holds other shards."""
-    there = files.read_json(join(folder, 'meta.json'))
-    before = there.get('settings', {})
+    path = join(folder, 'meta.json')
+    there = files.read_json(path)
+    before = there.get('settings')
+    before = before if isinstance(before, dict) else {}
     changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
-    if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
+    if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                            'replaces them, another --data_dir keeps them')
     return {} if changes else there

@@ -394,6 +394,18 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
 
 
+@pytest.mark.parametrize('content', ['of the user', '{"settings": 5}', '{"settings": {}, "shards": 7}'])
+def test_a_meta_json_of_others_is_kept_until_overwrite(tmp_path, content):
+    words, folder = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path), tmp_path / 'mine-byte'
+    folder.mkdir()
+    (folder / 'meta.json').write_text(content)
+    code, message = refused_here(*words)
+    assert (code, 'holds other shards' in message) == (2, True)
+    assert (folder / 'meta.json').read_text() == content
+    prepare_here(*words, '--overwrite')
+    assert meta(folder)['dataset'] == 'mine'
+
+
 def test_a_refused_command_leaves_nothing(tmp_path):
     (tmp_path / 'docs.jsonl').write_text('{"text": "alone"}\n')
     (tmp_path / 'there').mkdir()
