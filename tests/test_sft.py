@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from fp8gpt import sft
-from configurator import DataError, SettingError
+from configurator import DataError, MissingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
@@ -528,9 +528,12 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         assert commands[-1][2:] == [
             name, '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
         assert asked['dataset'] == f'{tmp_path}/{name}-byte'    # what a resume finds, whatever the file is
-    for name in ('a,b.jsonl', '*.jsonl'):
-        with pytest.raises(SettingError, match='rename the file'):
-            sft.prepare_examples({**config, 'dataset': name})
+    path, asked = 'rows/my [chats], größe (1).jsonl', {**config, 'dataset': 'rows/*.jsonl'}
+    with pytest.raises(MissingError, match='there is no such file'):
+        sft.prepare_examples(asked)
+    (tmp_path / path).write_bytes(content)
+    sft.prepare_examples({**asked, 'dataset': path})
+    assert (commands[-1][2], commands[-1][-1]) == (f'my__chats___größe__1__{name[-8:]}', f'--data_files={path}')
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
