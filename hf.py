@@ -81,7 +81,7 @@ def new_folder(path):
             os.chmod(file, os.stat(temporary).st_mode & 0o666)
         os.sync()
         os.rename(temporary, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UnicodeError) as error:
         raise DataError(f'could not write {path} ({error})') from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

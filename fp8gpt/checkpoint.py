@@ -176,8 +176,8 @@ def read(path):
     path = files.checkpoint_file(path)
     problem = is_first_of_node() and damage(path)
     if problem:
-        raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
-                        'in a run, --resume=latest takes the newest that is whole')
+        raise DataError(f'{path} is damaged, or no checkpoint ({problem}): in a run, --resume=latest takes '
+                        'the newest whole one; where there is none, --overwrite starts afresh')
     try:
         state = _mapped(path)
         _check_parts(state)

@@ -415,6 +415,9 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     for name in 'out', 'link':
         code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/{name}')
         assert (code, f'{name} exists already: remove it' in message) == (2, True)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match='could not write'):     # the libraries write UTF-8 names alone
+        hf.export(path, f'{tmp_path}/\udcff')
     assert sorted(p.name for p in tmp_path.iterdir()) == ['link', 'out', 'step_000007.pt']
 
 

@@ -533,7 +533,8 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         sft.prepare_examples(asked)
     (tmp_path / path).write_bytes(content)
     sft.prepare_examples({**asked, 'dataset': path})
-    assert (commands[-1][2], commands[-1][-1]) == (f'my__chats___größe__1__{name[-8:]}', f'--data_files={path}')
+    assert commands[-1][2] == f'my__chats___größe__1__{name[-8:]}'
+    assert commands[-1][-1] == f'--data_files={path}'
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
