@@ -59,10 +59,10 @@ def render(row):
     """Return (context, four endings, label) of a row of the file. A row without ctx_a and ctx_b has ctx,
     which is taken as it is; the harness begins ctx_b with a capital letter."""
     context = row['ctx_a'] + ' ' + row['ctx_b'].capitalize() if 'ctx_a' in row else row['ctx']
-    endings, label = [clean(ending) for ending in row['endings']], int(row['label'])
-    if len(endings) != 4 or label not in range(4):
+    endings, label = [clean(ending) for ending in row['endings']], str(row['label'])    # the hub has a text
+    if not isinstance(row['endings'], list) or len(endings) != 4 or label not in ('0', '1', '2', '3'):
         raise ValueError(f'{len(endings)} endings, label {label}')
-    return clean(row['activity_label'] + ': ' + context), endings, label
+    return clean(row['activity_label'] + ': ' + context), endings, int(label)
 
 
 def read_items(path, limit=None):
@@ -76,8 +76,8 @@ def read_items(path, limit=None):
         for number, line in itertools.islice(lines, limit):
             try:
                 items.append(render(json.loads(line)))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r}); '
+            except Exception as error:      # of any kind, as a stranger's file has it
+                raise MachineError(f'{path}, line {number} is not a HellaSwag item ({error!r:.200}); '
                                    '`python prepare_data.py hellaswag --overwrite` fetches them') from None
     if not items:
         raise MachineError(f'{path} is empty: fetch it by `python prepare_data.py hellaswag --overwrite`')

@@ -69,7 +69,7 @@ def new_folder(path):
     """Yield a folder that is renamed to `path` at the end of the block; an error leaves no folder. Raises
     SettingError where path exists already, DataError where the folder cannot be written."""
     path = os.path.normpath(path)
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise SettingError(f'{path} exists already: remove it, or name another folder as --out')
     temporary = files.temporary_name(path)
     for old in files.temporary_names(glob.escape(path)):
@@ -81,7 +81,7 @@ def new_folder(path):
             os.chmod(file, os.stat(temporary).st_mode & 0o666)
         os.sync()
         os.rename(temporary, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UnicodeError) as error:
         raise DataError(f'could not write {path} ({error})') from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -143,6 +143,7 @@ def rows_of_parquet(path, columns):
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
     names = file.schema_arrow.names
+    check_names(names)
     if columns and columns[0] in names:
         names = [name for name in names if name in columns]
     for batch in file.iter_batches(16, columns=names, use_threads=False):
@@ -153,41 +154,73 @@ def rows_of_parquet(path, columns):
                 yield DataError(error)
 
 
+def check_names(names):
+    """Raise ValueError where two columns have a name, since rows would lose one of them."""
+    named = [*filter(None, names)]
+    if len({*named}) < len(named):
+        raise ValueError(f'its header names a column twice ({", ".join(named):.300}): rename one')
+
+
 def rows_of_csv(text):
-    """Yield the rows of CSV, whose first row names the columns."""
+    """Yield the rows of CSV, whose first row names the columns. A row that cannot be read counts as all its
+    lines: a quote that is not closed takes the rows behind it along."""
     csv.field_size_limit(2**31 - 1)     # a document may be long
     reader = csv.DictReader(files.lines_of(text), strict=True)
-    names = reader.fieldnames or ()
-    if len({*names}) < len(names):
-        raise ValueError(f'its header names a column twice ({", ".join(names):.300}): rename one')
-    for row in reader:
+    check_names(reader.fieldnames or ())
+    while True:
+        done = reader.line_num
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            last = reader.reader.line_num       # DictReader's own is behind
+            error = DataError(f'lines {done + 1:,} to {last:,} are no row ({error}): are quotes missing?')
+            yield from [error] * (last - done)
+            reader.line_num = last
+            continue
+        if row is None:
+            return
         if None in row or None in row.values():
             row = DataError('it has not as many fields as the header: are quotes missing?')
         yield row
+
+
+def object_of(pairs):
+    """Return the object of JSON that has these pairs of key and value, a DataError where a key is twice
+    there."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        return DataError(f'an object has a key twice ({", ".join(key for key, _ in pairs):.100})')
+    return found
 
 
 def rows_of_json(text):
     """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one."""
     text = ''.join(text)
     try:
-        rows = json.loads(text if text.strip() else '[]')
+        rows = json.loads(text if text.strip() else '[]', object_pairs_hook=object_of)
     except json.JSONDecodeError as error:
-        if error.msg != 'Extra data':
-            raise ValueError(f'{error}; where it ends early, fetch or write it again') from None
-        rows = rows_of_jsonl([text])
+        if error.msg != 'Extra data' or text.lstrip().startswith('['):
+            raise
+        yield from rows_of_jsonl([text])
+        return
     if isinstance(rows, dict):
         data = rows.get('data')
         rows = data if isinstance(data, list) else [rows]
-    yield from rows
+    yield from rows if isinstance(rows, list) else [rows]
 
 
 def rows_of_jsonl(text):
-    """Yield the rows of JSON lines."""
-    for line in filter(str.strip, files.lines_of(text)):
+    """Yield the rows of JSON lines. A list is taken for its rows, as people give one the same ending."""
+    lines = filter(str.strip, files.lines_of(text))
+    for number, line in enumerate(lines):
         try:
-            yield json.loads(line)
+            row = json.loads(line, object_pairs_hook=object_of)
         except (ValueError, RecursionError) as error:
-            yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
+            if not number and line.lstrip().startswith('['):        # it has several lines
+                yield from rows_of_json(itertools.chain([line], lines))
+                return
+            row = DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
+        yield from row if isinstance(row, list) else [row]
 
 
 def rows_of_py(text):
@@ -256,12 +289,13 @@ def file_rows(paths, meta, columns):
             for row in itertools.islice(rows, done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
-                    row = DataError('a row is {"column": value, ...}; a list of all rows is a .json file')
+                    row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]
         except DataError:       # of files.text_of, which names the place
             raise
         except Exception as error:
-            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}') from error
+            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}; where it is cut short or '
+                            'damaged, fetch or write it again') from error
         done = 0
 
 
@@ -541,7 +575,9 @@ def choose_columns(config, meta, names, tokenizer):
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        unused = sorted(set(names) - {*examples, *sft.MORE})
+        idle = {'input', 'history'} if len(examples) == 1 else set()
+        idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
+        unused = sorted(set(names) - ({*examples, *sft.MORE} - idle))
         if unused:
             say(f'columns that are not used: {", ".join(unused)}')
     elif column not in names:
@@ -738,11 +774,13 @@ def locked(data_dir, folder):
 def find_half(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
     Raises SettingError where the folder holds other shards."""
-    there = files.read_json(join(folder, 'meta.json'))
-    before = there.get('settings', {})
+    path = join(folder, 'meta.json')
+    there = files.read_json(path)
+    before = there.get('settings')
+    before = before if isinstance(before, dict) else {}
     changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
-    if changes and not config['overwrite'] and (there or glob('*.bin', root_dir=folder)):
+    if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                            'replaces them, another --data_dir keeps them')
     return {} if changes else there

@@ -24,7 +24,8 @@ import shutil
 import time
 import zipfile
 import zlib
-from os.path import basename, dirname, exists, getmtime, getsize, isfile, join, samefile
+from os.path import (
+    basename, dirname, exists, getmtime, getsize, isdir, isfile, join, lexists, samefile)
 
 import torch
 
@@ -175,8 +176,8 @@ def read(path):
     path = files.checkpoint_file(path)
     problem = is_first_of_node() and damage(path)
     if problem:
-        raise DataError(f'{path} is damaged, or no checkpoint ({problem}); '
-                        'in a run, --resume=latest takes the newest that is whole')
+        raise DataError(f'{path} is damaged, or no checkpoint ({problem}): in a run, --resume=latest takes '
+                        'the newest whole one; where there is none, --overwrite starts afresh')
     try:
         state = _mapped(path)
         _check_parts(state)
@@ -345,6 +346,8 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
 
 def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
+    if lexists(directory) and not isdir(directory):
+        raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
     if exists(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)
@@ -386,8 +389,10 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
                            '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     for path in others:
-        os.replace(path, f'{path}.damaged')
-        say(f'{path} is damaged, or no checkpoint: set aside as {path}.damaged')
+        names = (f'{path}.damaged{number}' for number in ('', *range(2, 10**6)))
+        aside = next(name for name in names if not lexists(name))      # there may be earlier ones
+        os.rename(path, aside)
+        say(f'{path} is damaged, or no checkpoint: set aside as {aside}')
     return old
 
 

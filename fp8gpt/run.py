@@ -20,7 +20,7 @@ from fp8gpt import checkpoint, data, gpus, lora, optim, pretrained, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
-from fp8gpt.tokenizer import REVISIONS, get_tokenizer, identity
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer, identity
 
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
@@ -326,6 +326,9 @@ def dataset(config, required):
 def check_data(config, folder, tokenizer, before):
     """Raise SettingError where the dataset does not fit the model. before: the checkpoint or Hugging Face
     model that the run starts from, or None. One that came without a tokenizer fits any."""
+    typed = config.layers[-1].get('tokenizer')
+    if typed in TOKENIZERS and typed != tokenizer:
+        raise SettingError(f'{folder} is tokenized with {tokenizer}, not {typed}: leave out --tokenizer')
     if before and before['tokenizer'] not in (tokenizer, ''):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
                            f'the checkpoint with {before["tokenizer"]}')

@@ -474,12 +474,9 @@ def ready(config):
 
 def prepare_examples(config):
     """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows; return
-    whether it is one of these. One process on each machine prepares; the others wait. Raises SettingError for
-    a file whose name cannot be a dataset's."""
+    whether it is one of these. One process on each machine prepares; the others wait."""
     dataset, name = config['dataset'], shards.dataset_name(config['dataset'])
     of_file = dataset.endswith(shards.ROWS)
-    if of_file and not re.fullmatch(r'[\w.-]+', name):
-        raise SettingError(f'dataset={dataset}: rename the file, as {name!r} cannot name a dataset')
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
         return False
     folder = shards.dataset_dir(config)

@@ -72,7 +72,7 @@ def dataset_name(name):
     that after an edit it is another dataset."""
     for ending in ROWS:
         if name.endswith(ending):
-            stem = basename(name.removesuffix(ending)).replace('-', '_')
+            stem = re.sub(r'[^\w.]', '_', basename(name.removesuffix(ending)))
             return f'{stem}_{hash_of_file(name, getmtime(name))}' if isfile(name) else stem
     return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
 

@@ -16,7 +16,7 @@ import zipfile
 import pytest
 import torch
 
-from configurator import DataError, UserError
+from configurator import DataError, SettingError, UserError
 from damage import replaced, survived
 from fp8gpt import checkpoint, files
 from fp8gpt.checkpoint import find, read, save, start_directory, steps_in, table
@@ -92,14 +92,23 @@ def test_a_run_removes_what_a_run_of_ours_wrote_and_nothing_else(folder, tmp_pat
     save(folder, state(5), keep=0, best=True)
     (tmp_path / 'step_000006.pt').write_text('precious')    # our name, another's content
     torch.save({'model': torch.ones(1)}, tmp_path / 'step_000007.pt')
+    (tmp_path / 'step_000007.pt.damaged').write_text('precious')     # set aside earlier
     left = files.temporary_name(f'{folder}/step_000008.pt')
     pathlib.Path(left).touch()
     with pytest.raises(UserError, match='an earlier run, step_000005.pt'):
         start(folder)
     start(folder, overwrite=True)
-    aside = ['step_000006.pt.damaged', 'step_000007.pt.damaged']
+    aside = ['step_000006.pt.damaged', 'step_000007.pt.damaged', 'step_000007.pt.damaged2']
     assert sorted(os.listdir(folder)) == sorted(['.lock', *others, *aside])
-    assert {(tmp_path / name).read_text() for name in [*others, aside[0]]} == {'precious'}
+    assert {(tmp_path / name).read_text() for name in [*others, *aside[:2]]} == {'precious'}
+
+
+def test_a_directory_that_is_none_is_refused(tmp_path):
+    (tmp_path / 'file').touch()
+    (tmp_path / 'dangling').symlink_to('nowhere')
+    for name in 'file', 'dangling':
+        with pytest.raises(SettingError, match=f'{name} is there and no folder: name another'):
+            checkpoint.check_directory(f'{tmp_path}/{name}', None, 0, False)
 
 
 def test_nothing_is_written_through_a_link(folder, tmp_path):

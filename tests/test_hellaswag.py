@@ -186,13 +186,17 @@ def test_a_file_without_items_is_refused_in_one_line(tmp_path):
             (good + '{"ctx": "a", "label": 1, "activity_label": "b"}\n', 'line 2 is not'),
             ('{"ctx": null, "label": 1, %s}\n' % four, 'line 1 is not'),
             ('{"ctx": "a", "label": 4, %s}\n' % four, '4 endings, label 4'),
-            ('\x80\x00', 'line 1 is not'), ('[1]', 'line 1 is not')):
+            *(('{"ctx": "a", "label": %s, %s}\n' % (label, four), 'line 1 is not')
+              for label in ('2.7', 'true', '1e400', '[]')),
+            ('{"ctx": "a", "label": 1, "activity_label": "b", "endings": "abcd"}\n', 'line 1 is not'),
+            ('[' * 100_000, 'line 1 is not'),
+            ('\x80\x00' * 999, 'line 1 is not'), ('[1]', 'line 1 is not')):
         if content is not None:
             path.write_text(content, encoding='latin-1')
         with pytest.raises(UserError) as refusal:
             hellaswag.evaluate(None, None, str(path), 'cpu')
         said = str(refusal.value)
-        if message not in said or str(path) not in said or '\n' in said:
+        if message not in said or str(path) not in said or '\n' in said or len(said) > 500:
             wrong.append((content, said))
     assert wrong == []
     path.write_text(f'{good}\n{good}\n')

@@ -411,9 +411,14 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         hf.export(path, str(tmp_path / 'out'))
     assert [p.name for p in tmp_path.iterdir()] == ['step_000007.pt']
     (tmp_path / 'out').mkdir()
-    code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')
-    assert (code, 'out exists already: remove it' in message) == (2, True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['out', 'step_000007.pt']
+    (tmp_path / 'link').symlink_to('nowhere')
+    for name in 'out', 'link':
+        code, message = refused('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/{name}')
+        assert (code, f'{name} exists already: remove it' in message) == (2, True)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match='could not write'):     # the libraries write UTF-8 names alone
+        hf.export(path, f'{tmp_path}/\udcff')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['link', 'out', 'step_000007.pt']
 
 
 # -------------------------------------------------------------------------------------------------------- FP8

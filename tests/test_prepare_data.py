@@ -268,7 +268,10 @@ READ = [    # name, its bytes before compression, --encoding, the texts of its r
     ('a.csv', CSV.replace('\n', '\r\n').encode('utf-8-sig'), '', ROW_TEXTS),
     ('a.csv.zst', CSV.encode('latin-1'), 'latin-1', ROW_TEXTS),
     ('a.csv', b'id,text\n1,' + b'x' * 200_000, '', ['x' * 200_000]),
+    ('a.csv', b'text,,\none,,\n', '', ['one']),
     ('a.csv', b'', '', []),
+    ('a.jsonl', LIST.encode(), '', ROW_TEXTS),
+    ('a.jsonl', json.dumps(json.loads(LIST)).encode(), '', ROW_TEXTS),
 ]
 
 
@@ -285,6 +288,22 @@ def test_a_file_is_read_as_its_name_and_bytes_say(tmp_path, name, raw, encoding,
     path = pack(tmp_path / name, raw)
     rows = prepare_data.rows_of_file(str(path), None, encoding)
     assert [row['text'] for row in rows] == expected
+
+
+TWICE = '{"text": "one", "text": "two"}'
+
+
+@pytest.mark.parametrize('name, form, bad, said', [
+    ('a.csv', 'text\n{}', '"two"2\n', 'lines 41 to 41 are no row'),
+    ('a.jsonl', '{}', f'{TWICE}\n', 'an object has a key twice (text, text)'),
+    ('a.json', '[{}{{}}]', f'{TWICE},', 'an object has a key twice (text, text)'),
+])
+def test_a_row_that_cannot_be_read_stops_no_other(tmp_path, name, form, bad, said):
+    good = {'a.csv': 'one\n', 'a.jsonl': '{"text": "one"}\n', 'a.json': '{"text": "one"},'}[name]
+    (tmp_path / name).write_text(form.format(good * 39 + bad + good * 40))
+    found = list(prepare_data.rows_of_file(f'{tmp_path}/{name}', None))
+    assert [i for i, row in enumerate(found) if isinstance(row, DataError)] == [39]
+    assert said in str(found[39]) and found[40:80] == [{'text': 'one'}] * 40
 
 
 def test_characters_and_line_ends_between_parts_are_whole(tmp_path, monkeypatch):
@@ -373,6 +392,18 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     (folder / 'train_000007.bin').write_text('of an earlier one')
     prepare_here(*words, '--overwrite')
     assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
+
+
+@pytest.mark.parametrize('content', ['of the user', '{"settings": 5}', '{"settings": {}, "shards": 7}'])
+def test_a_meta_json_of_others_is_kept_until_overwrite(tmp_path, content):
+    words, folder = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path), tmp_path / 'mine-byte'
+    folder.mkdir()
+    (folder / 'meta.json').write_text(content)
+    code, message = refused_here(*words)
+    assert (code, 'holds other shards' in message) == (2, True)
+    assert (folder / 'meta.json').read_text() == content
+    prepare_here(*words, '--overwrite')
+    assert meta(folder)['dataset'] == 'mine'
 
 
 def test_a_refused_command_leaves_nothing(tmp_path):
@@ -593,11 +624,13 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}latin.txt --encoding=latin-77', 1, ['unknown encoding: latin-77']),
     (f'{MINE}marks.csv', 1, ['marks.csv, byte 1: not utf-8 (a NUL); it looks like utf_16_le']),
     (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
-    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated']),
-    (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'ends early']),
+    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated', 'cut short or damaged, fetch or write']),
+    (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'where it is cut short']),
     (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
     (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
+    (f'{MINE}twice.parquet', 1, ['twice.parquet, after 0 rows: its header names a column twice (']),
+    (f'{MINE}quote.csv', 1, ['quote.csv: 40 of 80 rows', 'quote.csv, row 41: lines 42 to 81 are no row']),
     (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (zlib inflate failed']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
@@ -616,7 +649,7 @@ WRONG = [   # command line, exit code, what the message names
      ["no split 'train_3M': there are train_1M, train_2M"]),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
-    ('hellaswag --data_files=cut.json', 1, ['cut.json holds no HellaSwag items: ', 'ends early']),
+    ('hellaswag --data_files=cut.json', 1, ['cut.json holds no HellaSwag items: ', 'line 18 column 9']),
 ]
 
 
@@ -641,6 +674,8 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'rows.json').write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
     (tmp_path / 'twice.csv').write_text('text,text\none,two\n')
+    pq.write_table(pa.table([['one'], ['two']], names=['text', 'text']), tmp_path / 'twice.parquet')
+    (tmp_path / 'quote.csv').write_text('text\n' + 'one\n' * 40 + '"two\n' + 'three\n' * 39)
     (tmp_path / 'plain.txt.gz').write_text(LINES)
     spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 7).cast(pa.binary())
     pq.write_table(pa.table({'text': spoilt.view(pa.string())}), tmp_path / 'bytes.parquet')

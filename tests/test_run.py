@@ -179,6 +179,13 @@ def test_a_cpu_without_bf16_units_computes_in_fp32_unless_bf16_is_typed_or_the_r
         assert any('no bf16 units here' in line for line in found.changes) == (dtype == 'fp32')
 
 
+def test_a_typed_tokenizer_is_not_passed_over(tiny_data):
+    """One of a config file is: the folder that a user types says what it holds."""
+    refused('is tokenized with byte, not gpt2: leave out --tokenizer',
+            f'--dataset={tiny_data}', '--tokenizer=gpt2')
+    assert resolved(f'--dataset={tiny_data}').tokenizer == 'byte'
+
+
 def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):
     """A resumed one as it was."""
     file = tmp_path / 'mine.py'

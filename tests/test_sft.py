@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from fp8gpt import sft
-from configurator import DataError, SettingError
+from configurator import DataError, MissingError
 from conftest import in_ranks, losses, run
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
@@ -429,6 +429,16 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         assert not meta(tmp_path / f'{name}-byte')['template']
 
 
+def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
+    """By their form: messages have no input beside them, and PLAIN writes no tools."""
+    beside = {'input': 'a', 'history': [], 'tools': [], 'system': 's', 'score': 1}
+    for name, columns in (('messages', 'history, input, score'), ('pairs', 'score, tools')):
+        path = written(tmp_path / f'{name}.jsonl', [row | beside for row in forms(30)[name]])
+        said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
+                            f'--data_dir={tmp_path}', '--num_workers=1')
+        assert f'columns that are not used: {columns}\n' in said
+
+
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
     chat = f'--tokenizer={make_tokenizer(tmp_path / "talker", chat_template=refusing + CHATML)}'
@@ -518,9 +528,13 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         assert commands[-1][2:] == [
             name, '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
         assert asked['dataset'] == f'{tmp_path}/{name}-byte'    # what a resume finds, whatever the file is
-    for name in ('a,b.jsonl', '*.jsonl'):
-        with pytest.raises(SettingError, match='rename the file'):
-            sft.prepare_examples({**config, 'dataset': name})
+    path, asked = 'rows/my [chats], größe (1).jsonl', {**config, 'dataset': 'rows/*.jsonl'}
+    with pytest.raises(MissingError, match='there is no such file'):
+        sft.prepare_examples(asked)
+    (tmp_path / path).write_bytes(content)
+    sft.prepare_examples({**asked, 'dataset': path})
+    assert commands[-1][2] == f'my__chats___größe__1__{name[-8:]}'
+    assert commands[-1][-1] == f'--data_files={path}'
 
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=2', '--max_steps=8',
