@@ -232,7 +232,7 @@ class Sample:
             right, measure = TOLERANCE, lambda found: distance(found, expected)
         else:
             exact = self.build(OFF, 1)
-            exact.load_state_dict(plain.state_dict(), strict=False)     # which has delayed scaling's
+            exact.load_state_dict(plain.state_dict())
             exact = output_and_gradients(exact, inputs)
             right, measure = BLOCK_TOLERANCE, lambda found: excess(found, expected, exact)
         off = torch.stack([measure(output_and_gradients(part, inputs)) for _ in range(PASSES)]).max()
