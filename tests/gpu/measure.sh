@@ -76,6 +76,9 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     site=$tmp/site
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
         "$wheels"/*.whl && export PYTHONPATH=$site
+    # Transformer Engine would take the machine's cuDNN, beside torch's own
+    cudnn=$("$python" -c 'import nvidia.cudnn as c; print(c.__path__[0])' 2>/dev/null) &&
+        export LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-}
 fi
 "$python" -c 'import torch as t; print("torch", t.__version__, t.cuda.is_available() and t.cuda.get_device_name())'
 
