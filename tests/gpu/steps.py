@@ -142,6 +142,8 @@ def measure(words, row):
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
     train = training(run, choice, count)
     train(3)
+    if DEVICE.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats()    # building, in fp32, may have taken more than a step
     taken = health.medians({'': train}, rounds=3, warmup=0)[''] / STEPS
     start = time.perf_counter()
     train()         # returns when all is launched, which may be long before all has run
