@@ -152,21 +152,6 @@ class Emulate(Backend):
 
 # ----------------------------------------------------------------------------------------------------- native
 
-def op(unfilled=None, space='fp8_kernels'):
-    """Return a decorator that makes a function an op, into which compilers do not look. unfilled: returns the
-    function's outputs, not filled; without it, the function itself runs on fake tensors. A call takes a third
-    of the host time of torch.library.custom_op's; torch.library.triton_op loses the tensors in a kernel's
-    tuples."""
-    def define(function):
-        name = f'{space}::{function.__name__}'
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
-        torch.library.impl(name, 'default', function)
-        torch.library.register_fake(name, unfilled or function)
-        return getattr(getattr(torch.ops, space), function.__name__).default
-    return define
-
-
 SCALING = {  # blocks that share a scale and for which torch has kernels
     (1, 128): F.ScalingType.BlockWise1x128.value,
     (128, 128): F.ScalingType.BlockWise128x128.value,
@@ -189,15 +174,14 @@ def blocked_layout(operand):
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
 
 
-@op(space='fp8gpt')
 def block_scaled_mm(
         a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scaling: list[int], swizzle: list[int],
         out_dtype: torch.dtype) -> Tensor:
     """Return a (M, K) times b (K, N), scales in blocked_layout. scaling: F.ScalingType of a and of b.
 
-    Closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for mxfp8, and
-    takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is the call
-    itself, so torch's own checks hold there too."""
+    Its op is closed to Inductor, whose lowerings of the call differ by version: torch 2.13's raises for
+    mxfp8, and takes 1x128 for the older call, which wants its scales in another layout. On fake tensors it is
+    the call itself, so torch's own checks hold there too."""
     return torch._scaled_mm_v2(
         a, b,
         scale_a=[scale_a], recipe_a=scaling[:1], swizzle_a=swizzle,
@@ -205,12 +189,17 @@ def block_scaled_mm(
         bias=None, out_dtype=out_dtype)
 
 
+closed_block_scaled_mm = torch.library.custom_op(
+    'fp8gpt::block_scaled_mm', block_scaled_mm, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+closed_block_scaled_mm.register_fake(block_scaled_mm)
+
+
 def gpu_mm(a, b, out_dtype, bias=None, fast=False):
     """Return scaled_mm's product, also of operands with block scales."""
     if a.block[1] == 0:
         return scaled_mm(a, b, out_dtype, bias, fast)
     check_cuda_rules(a, b)
-    product = block_scaled_mm(
+    product = closed_block_scaled_mm(
         a.data, b.data.t(), blocked_layout(a), blocked_layout(b),
         scaling=[SCALING[a.block], SCALING[b.block]],
         swizzle=[F.SwizzleType.SWIZZLE_32_4_4.value] if a.block == (1, 32) else [],

@@ -10,8 +10,7 @@ fp32, in a fixed order. On a CPU torch computes it: the reference against which 
 import torch
 from torch import Tensor
 
-from ..backends import op
-from .casts import bf16, constexpr, in_triton, jit, key_of, launch, load_fp32, tl, triton
+from .casts import bf16, constexpr, in_triton, jit, key_of, launch, load_fp32, op, tl, triton
 
 PROGRAMS = 264      # two for each multiprocessor of an H100 or H200
 
