@@ -510,6 +510,14 @@ def nearest(name, names):
     return f'; the nearest is {near[0]}' if near else ''
 
 
+def settings_of_twins(script):
+    """Return {name: default} of the settings of a Script and its twins, under all of their names."""
+    settings = {}
+    for twin in script.twins:
+        settings |= read_script(twin).settings
+    return with_other_names(settings | script.settings)
+
+
 def configure(path, argv=None, positional=None, nearby=()):
     """Return the Config of a script's settings, config files and flags.
 
@@ -524,10 +532,7 @@ def configure(path, argv=None, positional=None, nearby=()):
     if '--help' in argv or '-h' in argv:
         print(help_text(script))
         sys.exit(0)
-    settings, files, flags, unknown, stem = {}, {}, {}, [], ''
-    for twin in script.twins:
-        settings |= read_script(twin).settings
-    known = with_other_names(settings | script.settings)
+    known, files, flags, unknown, stem = settings_of_twins(script), {}, {}, [], ''
 
     def put(name, value, layer=flags, where='the command line'):
         """Put a value into a layer under our name, or note that it cannot be set. None, which is YAML's null,

@@ -234,18 +234,7 @@ def _raise_if_unreadable(path, error):
 
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
-    _check_kinds(state, PARTS)
-    _check_kinds(state['precision'], {'name': str, 'reason': str})
-    if state.get('fp8_choice'):
-        _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
-    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
-        if not 0 <= (state.get(name) or 0) < MOST:
-            raise ValueError(f'its {name} is {state[name]:.3g}')
-    texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
-    if not all(map(str.isprintable, texts)):    # they are printed, in a line
-        raise ValueError('its tokenizer, precision or base is no line of text')
-    if not all(re.fullmatch('[0-9a-f]{40}', commit) for commit in state.get('revisions', {}).values()):
-        raise ValueError('its revisions are no commits')
+    _check_values(state)
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
@@ -265,6 +254,23 @@ def _check_parts(state):
         check_tensor(name, weights[name], shape, dtype)
         if is_first_of_node():      # a rank that fails ends the others
             check_finite(name, weights[name])
+
+
+def _check_values(state):
+    """Raise an error of any kind unless a checkpoint has all parts but its tensors as this code writes them.
+    """
+    _check_kinds(state, PARTS)
+    _check_kinds(state['precision'], {'name': str, 'reason': str})
+    if state.get('fp8_choice'):
+        _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
+    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
+        if not 0 <= (state.get(name) or 0) < MOST:
+            raise ValueError(f'its {name} is {state[name]:.3g}')
+    texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
+    if not all(map(str.isprintable, texts)):    # they are printed, in a line
+        raise ValueError('its tokenizer, precision or base is no line of text')
+    if not all(re.fullmatch('[0-9a-f]{40}', commit) for commit in state.get('revisions', {}).values()):
+        raise ValueError('its revisions are no commits')
 
 
 def _check_kinds(found, kinds):

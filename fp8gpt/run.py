@@ -64,9 +64,8 @@ class Run:
         Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
         tokenizer that cannot be loaded."""
         config, resumed, resume_path = open_resumed(config)
-        if data_required and not resumed and not config['lora_rank'] and 'lora_rank' not in config.layers[-1]:
-            if {'lora_alpha', 'lora_targets'} & config.layers[-1].keys():
-                raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
+        if data_required and not resumed:
+            check_adapters(config)
         notes = replace_requests(config, device)
         if resumed and resumed.get('lora'):
             source = pretrained.base_of_adapters(resumed['lora'])
@@ -258,6 +257,13 @@ def check_same_data(config, path):
         raise SettingError(f'{path} is of a run with {name}={before[name]}, not {config[name]}: '
                            f'{elsewhere(config)} trains elsewhere, '
                            f'--{name}={config[name]} takes that run on to other data')
+
+
+def check_adapters(config):
+    """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given."""
+    typed = config.layers[-1].keys()
+    if not config['lora_rank'] and 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
+        raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
 
 
 def fit_to_data(resumed, block_size, contents):

@@ -415,14 +415,7 @@ class RunCurves:
         if not isfile(path):
             raise MissingError(f'no {path}: name the checkpoint_dir of a run')
         records = files.read_log(path)
-
-        def curve(key):
-            values = {}
-            for record in records:      # NaN is a text, and a log may be anybody's
-                with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-                    values[record['step']] = float(record[key])
-            return values
-
+        curve = functools.partial(values_by_step, records)
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
         self.logged = sorted(self.seen)
@@ -451,3 +444,12 @@ class RunCurves:
         logged = bisect.bisect_right(self.logged, step)
         since = self.logged[logged - 1] if logged else 0
         return self.seen.get(since, 0) + (step - since) * self.tokens
+
+
+def values_by_step(records, key):
+    """Return {step: value} of a key of a log's records. A value may be NaN, as text, and a log anybody's."""
+    values = {}
+    for record in records:
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            values[record['step']] = float(record[key])
+    return values
