@@ -55,8 +55,8 @@ def generated(model, idx, count, **how):
     return torch.stack(list(generate(model, idx, count, **how)), 1)
 
 
+@pytest.mark.slow
 def test_a_program_may_end_before_a_generation_does():
-    """As a sampler does that reads no token after a stop."""
     code = """import torch, model
 gpt = model.GPT(model.GPTConfig(vocab_size=9, block_size=8, n_layer=1, n_head=1, n_embd=8))
 tokens = model.generate(gpt, torch.zeros((1, 1), dtype=torch.long), 3)
@@ -134,7 +134,6 @@ def test_initial_weights_depend_on_name_and_seed_alone():
 
 
 def test_dtypes():
-    """Parameters in bf16 are those in fp32, rounded."""
     model, seen = GPT(SMALL), []
     for module in model.modules():
         if hasattr(module, 'in_features'):
@@ -318,7 +317,6 @@ def test_flex_attention_takes_the_same_mask(batch, monkeypatch):
 
 @pytest.mark.slow
 def test_other_examples_are_no_other_graph(batch, monkeypatch):
-    """Of FlexAttention's mask, which is a function of the batch."""
     torch._dynamo.reset()
     monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
     graphs = CompileCounterWithBackend('eager')
