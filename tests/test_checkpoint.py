@@ -84,7 +84,6 @@ def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder,
 
 
 def test_a_run_removes_what_a_run_of_ours_wrote_and_nothing_else(folder, tmp_path):
-    """By name and content; files of a killed run's writes by their names."""
     others = ['teacher.pt', 'notes.tmp', 'latest.pt.tmp', 'step_000001.pt.tmp', 'step_1.pt', 'log.txt']
     for name in others:
         (tmp_path / name).write_text('precious')
@@ -168,7 +167,6 @@ def dying(monkeypatch):
 
 
 def test_killed_at_any_call_of_a_save_the_next_run_goes_on(dying, tmp_path, monkeypatch):
-    """Two saves of a run, then the one that is killed; a run resumed by auto saves again."""
     monkeypatch.setattr(os, 'fsync', lambda number: None)  # of what a power cut does, this shows nothing
     for k in itertools.count():
         folder = str(tmp_path / str(k))
@@ -306,7 +304,6 @@ def test_start_protects_earlier_runs(tmp_path):
 
 
 def test_a_later_file_without_its_step_file_is_protected_too(folder, tmp_path):
-    """latest.pt and best_model.pt of step 2, where a run goes on from step 1."""
     for step in (1, 2):
         save(folder, state(step), keep=0, best=True)
     os.remove(f'{folder}/step_000002.pt')

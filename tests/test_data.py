@@ -68,7 +68,6 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
 
 
 def test_a_split_is_a_word_of_a_shards_name(tmp_path):
-    """The first of train and val; the run's first lines name the files."""
     names = {'train': ['edu_train_01.bin', 'retrieval_train_01.bin', 'train_000002.bin', 'val_train.bin'],
              'val': ['my_val_000001.bin', 'tiny_val.bin', 'val_000000.bin']}
     for name in [*names['train'], *names['val'], 'interval_0.bin', 'xtrain_1.bin', 'mine.bin']:
@@ -365,7 +364,6 @@ def test_a_mask_has_a_shards_header_and_a_byte_a_token(examples):
 
 
 def test_windows_hold_whole_examples_in_file_order(examples):
-    """What is cut, left out and padded is counted; the loader gives inputs, targets and examples."""
     for T in SIZES:
         train, wanted = TokenData(str(examples), 'train', T), packed(T + 1)
         packing = train.packing

@@ -44,7 +44,6 @@ def test_delayed_scales_by_hand():
 
 
 def test_a_scale_fills_the_range_of_its_format_and_is_finite():
-    """Without any amax it is 1."""
     for format, amax, expected in (
             ('hybrid', 4.0, (E4M3 / 4, E4M3 / 2, E5M2 / 8)), ('e4m3', 4.0, (E4M3 / 4, E4M3 / 2, E4M3 / 8)),
             ('e5m2', 4.0, (E5M2 / 4, E4M3 / 2, E5M2 / 8)),
@@ -86,7 +85,6 @@ def test_a_weight_of_zeros_and_a_layer_without_tokens_train(backend):
 
 
 def test_scales_of_other_layers_are_not_taken():
-    """Of as many, in another order: each would get another's scale."""
     def model():
         model = nn.Sequential(*(fp8.make_linear(on_a_cpu('native', 'delayed'), 32, 32, False) for _ in 'ab'))
         for linear in model:

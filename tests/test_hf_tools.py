@@ -200,7 +200,6 @@ def answered(folder, path, messages):
 
 
 def test_a_chat_remembers_its_turns(folder, tuned, chatted):
-    """Of a model, and of a checkpoint that has the tokenizer's files beside it."""
     turns = 'What is 2 + 2?', 'And then?'
     for path, system in (folder, 'Be brief.'), (tuned['whole'] / 'latest.pt', ''):
         messages, wanted = [{'role': 'system', 'content': system}] if system else [], ''
@@ -214,7 +213,6 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
 
 
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
-    """Here the third token that it would write."""
     found, _ = answered(folder, folder, [{'role': 'user', 'content': 'Go!'}])
     shutil.copytree(folder, tmp_path / 'ends')
     change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
@@ -223,7 +221,6 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
 
 
 def test_a_chats_interrupts_special_tokens_and_draws(folder, chatted, monkeypatch):
-    """Ctrl-C ends an answer, whose part is remembered; another one the chat."""
     prompts, seeds = [], []
 
     def interrupted(model, idx, *numbers, seed, **how):
