@@ -29,9 +29,9 @@ RESOLVED = {
         batch_size=0, max_batch_size=64, target_effective_batch_size=512),
     '--no_auto_batch_size': dict(batch_size=8),
     '--model_name meta-llama/Meta-Llama-3.1-8B --dataset_name nvidia/OpenMathInstruct-2 '
-    '--max_seq_length 1024 --split_name train_1M --use_wandb --wandb_run_name llama': dict(
+    '--max_seq_length 512 --split_name train_1M --use_wandb --wandb_run_name llama': dict(
         init_from='meta-llama/Llama-3.1-8B', dataset='nvidia/OpenMathInstruct-2', split_name='train_1M',
-        block_size=1024, use_wandb=True, run_name='llama'),     # the model's present name on the hub
+        block_size=512, use_wandb=True, run_name='llama'),     # the model's present name on the hub
     '--out_dir out --eval_interval 5 --log_interval 1 --max_iters 9 --warmup_iters 2 --wandb_log': dict(
         checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
     '--total_steps 7 --config configs/test_fp8.yaml': dict(max_steps=7, num_epochs=1.0),

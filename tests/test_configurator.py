@@ -74,6 +74,7 @@ def script(tmp_path, monkeypatch):
 # words: what they set
 TAKEN = {
     '--rate=3e-3': dict(rate=3e-3),
+    '--steps=1e3': dict(steps=1000),
     '--steps=1_000': dict(steps=1000),
     '--steps=9007199254740993': dict(steps=2**53 + 1),      # a float would lose the last digit
     '--name=5': dict(name='5'),
@@ -83,6 +84,7 @@ TAKEN = {
     '--no-use-thing': dict(use_thing=False),
     '--mode': dict(mode='on'),
     '--no_mode': dict(mode='off'),
+    '--mode off': dict(mode='off'),
     '--mode=true': dict(mode='on'),
     '--mode=No': dict(mode='off'),
     '--rate=1 --rate=2': dict(rate=2.0),
@@ -105,6 +107,7 @@ MISTAKES = {
     '--rate=fast': "rate wants a number, not 'fast'",
     '--mode=ture': "mode is one of auto, on, off, not 'ture'",
     '--steps': '--steps needs a value',
+    '--config': '--config needs a file',
     '--config --steps=1': '--config needs a file',
     '--directory=': "directory wants a name or a path, not ''",
 }
@@ -119,6 +122,7 @@ IN_FILES = [
     ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
+    ('x.yaml', 'name: {first: 1}', 'flat list'),
     ('x.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
     ('x.yaml', 'a: ' + '[' * 1000, 'not YAML'),
 ]
@@ -227,6 +231,7 @@ TAKES = {
     'max_steps': ([0, 2**63 - 1], '-1 1e30 9223372036854775808'),
     'max_lr': ([1e-9, 0.3], '0 -1e-9 nan inf 1e999 many'),
     'min_lr_ratio': ([0.0, 1.0], '1.000000001 -1e-9'),
+    'beta2': ([0.0, 0.999999999], '1'),
     'seed': ([0, 2**63 - 1], '-1 9_223_372_036_854_775_808 1.5'),
     'fp8_margin': ([0, 8], '9 nan inf 1e999'),
     'use_wandb': ([True, False], 'maybe 2'),
@@ -273,6 +278,7 @@ BY_ARGPARSE = {
     'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
     'plan.py --resume=latest': 'in place of --resume, --init_from=that checkpoint',
     'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
+    'plan.py --gpu=v100': "no data sheet of 'v100' here",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'sweep.py --name=../up': 'names a folder outside of sweeps/',
     'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
@@ -365,6 +371,7 @@ ENDS = {
     '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
     # a programmer's mistake keeps its traceback
     'raise OSError("so")': (1, 'Traceback'),
+    'raise RuntimeError("so")': (1, 'Traceback'),
 }
 
 

@@ -92,8 +92,11 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             train, val = check(tmp_path / 'mine-byte', documents)
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
-    code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
+    (tmp_path / 'there').mkdir()
+    for name in 'new', 'there':
+        code, message = refused_here(*of(alone, tmp_path / name))
+        assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
+    assert not (tmp_path / 'new').exists() and os.listdir(tmp_path / 'there') == []
 
 
 def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
@@ -618,6 +621,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'where it is cut short']),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
     (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
+    (f'{MINE}twice.parquet', 1, ['twice.parquet, after 0 rows: its header names a column twice (']),
     (f'{MINE}quote.csv', 1, ['quote.csv: 40 of 80 rows', 'quote.csv, row 41: lines 42 to 81 are no row']),
     (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (zlib inflate failed']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
@@ -659,6 +663,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
     (tmp_path / 'twice.csv').write_text('text,text\none,two\n')
+    pq.write_table(pa.table([['one'], ['two']], names=['text', 'text']), tmp_path / 'twice.parquet')
     (tmp_path / 'quote.csv').write_text('text\n' + 'one\n' * 40 + '"two\n' + 'three\n' * 39)
     (tmp_path / 'plain.txt.gz').write_text(LINES)
     spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 7).cast(pa.binary())
