@@ -305,8 +305,7 @@ def test_the_report_of_gpt2_on_eight_gpus(said):
 
 @pytest.mark.parametrize('words, file, wanted', [
     ('', 'finetune.py', ('adamw8bit', 'bf16', 'full', 4)),
-    ('--lora_rank=8', 'finetune_lora.py', ('adamw', 'bf16', 'full', 4)),
-    ('--loss_chunks=2 --param_dtype=fp32', 'finetune.py', ('adamw8bit', 'fp32', 'full', 2)),
+    ('--lora_rank=8 --loss_chunks=2', 'finetune_lora.py', ('adamw', 'bf16', 'full', 2)),
     ('config/gpt2_fp8.py', '', ('adamw', 'fp32', 'none', 1))])
 def test_the_words_of_a_training_line_plan_that_run(words, file, wanted, tmp_path, said):
     """Of a folder and of a name of the hub, of which nothing is fetched; bench.py's run is the same."""

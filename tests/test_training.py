@@ -159,7 +159,7 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
                 os.kill(os.getpid(), getattr(signal, way))
             return real(loader)
         monkeypatch.setattr(data.Loader, 'next', ask_in_step_3)
-        out = here('train.py', *tiny, '--max_steps=100000', f'--checkpoint_dir={folder}')
+        out = here('train.py', *tiny, '--n_layer=1', '--max_steps=100000', f'--checkpoint_dir={folder}')
         assert 'stopped at step 3, saved' in out, way
         assert read(folder / 'latest.pt')['step'] == 3
         assert not (folder / 'STOP').exists()
@@ -486,12 +486,12 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_p
 
 # ---------------------------------------------------------------------------------------------------- samples
 
-def test_samples(one_run, tmp_path):
+def test_samples(one_run, here, tmp_path):
     """Control characters of a text, which command a terminal, are escaped, unless --raw."""
     folder, _ = one_run(*FP8_RUN)
 
     def talk(*words):
-        return run('sample.py', f'--ckpt={folder}/latest.pt', '--max_new_tokens=40', *words).stdout
+        return here('sample.py', f'--ckpt={folder}/latest.pt', '--max_new_tokens=40', *words)
     out = talk('--prompt=def ')
     assert out.startswith(f'# {folder}/latest.pt: step 10, trained in fp8\ndef ')
     assert talk('--prompt=def ') == out
