@@ -1,16 +1,14 @@
 """Command lines that people bring from other systems: each resolves to the right settings, or is refused in
 one line."""
-import functools
 import shlex
 
 import numpy as np
 import pytest
 import torch
 
-import configurator
 from fp8gpt.run import Run, over_checkpoint, replace_requests
 from fp8gpt.shards import ShardWriter
-from configurator import SettingError, configure, read_script
+from configurator import SettingError, configure
 from conftest import ROOT
 
 # line: what it sets
@@ -50,7 +48,6 @@ REFUSED = {
 
 def test_resolves(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(configurator, 'read_script', functools.cache(read_script))
     found = {line: configure('train_fp8.py', shlex.split(line)) for line in RESOLVED}
     assert {line: {name: found[line][name] for name in names} for line, names in RESOLVED.items()} == RESOLVED
     off = configure('train.py', '--mixed_precision=bf16 --no_te --no_fp8 --fp8_scenario=default'.split())

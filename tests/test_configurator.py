@@ -1,6 +1,5 @@
 """Settings, config files and flags become one checked dict; a script that fails ends in one line."""
 import dataclasses
-import functools
 import io
 import re
 import subprocess
@@ -21,14 +20,6 @@ from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
 from fp8gpt.run import DTYPES
-
-@pytest.fixture(autouse=True, scope='module')
-def read_once():
-    """A script is read from its file once, not for each of a thousand values."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configurator, 'read_script', functools.cache(read_script))
-        yield
-
 
 SCRIPT = '''
 from elsewhere import Linear

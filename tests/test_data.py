@@ -100,7 +100,6 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     (tmp_path / 'data').mkdir()
     config = {'dataset': 'mine', 'tokenizer': 'byte', 'split_name': '', 'data_dir': 'data'}
     for dataset, split, hint in (
-            ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte --data_dir=data`'),
             ('openmathinstruct2', 'train_2M',
              'openmathinstruct2 --tokenizer=byte --split_name=train_2M --data_dir=data`'),
             ('data/mine', '', 'mine --tokenizer=byte --data_dir=data --data_files=YOUR_TEXTS`')):

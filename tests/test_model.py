@@ -147,8 +147,6 @@ def test_dtypes():
     assert {b.dtype for b in rounded.buffers()} == {torch.float32}  # RoPE's angles
 
 
-
-
 # ------------------------------------------------------------------------------------- the head and its loss
 
 def forms_that_differ(forms, batch, config, frozen=False, put=lambda gpt: gpt):
@@ -262,8 +260,6 @@ def test_what_does_not_fit_is_refused():
     for config, message in (LLAMA, 'another model'), (larger, 'wte.weight'):
         with pytest.raises(ValueError, match=message):
             GPT(config).load_weights(GPT(SMALL).weights())
-
-
 
 
 # ------------------------------------------------------------------------------- several examples in a window

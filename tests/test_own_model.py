@@ -51,9 +51,9 @@ def gradients(model, batch):
     return gradient_of(model, loss_of(model, batch))
 
 
-def in_fp8(model, recipe='tensorwise', backend='native'):
+def in_fp8(model, recipe='tensorwise'):
     """(its Choice, its fp8.State) of a model that is converted."""
-    choice = on_a_cpu(backend, recipe)
+    choice = on_a_cpu('native', recipe)
     fp8.convert(model, choice)
     return choice, fp8.State(model, choice)
 
@@ -181,7 +181,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings('ignore')       # of torch's, that some of these are old
-@pytest.mark.parametrize('backend', ['native', 'emulate', 'torchao'])
+@pytest.mark.parametrize('backend', ['native', 'torchao'])
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_linear_of_any_kind_computes_what_it_did(kind, backend):
     """Within FP8's error, as often as the summary says, in steps with and without cached casts; hooks run,
@@ -391,11 +391,10 @@ def test_a_frozen_weight_trains_once_it_is_unfrozen():
     assert model[0].weight.grad.any()
 
 
-@pytest.mark.parametrize('backend', ['native', 'emulate'])
 @pytest.mark.parametrize('change', ['bfloat16', 'half', 'double', 'default'])
-def test_scales_and_casts_keep_their_types(change, backend):
+def test_scales_and_casts_keep_their_types(change):
     """Through .half() and its like, and where a model is made under another default dtype."""
-    plain, x, choice = stack(), torch.randn(32, 64) * 1e-4, on_a_cpu(backend, 'delayed')
+    plain, x, choice = stack(), torch.randn(32, 64) * 1e-4, on_a_cpu('native', 'delayed')
     model = copy.deepcopy(plain)
     if change == 'default':
         torch.set_default_dtype(torch.bfloat16)
@@ -472,7 +471,7 @@ def penalty(model):
     return gradient_of(model, gradient.norm())
 
 
-@pytest.mark.parametrize('backend', ['native', 'emulate', 'torchao'])
+@pytest.mark.parametrize('backend', ['native', 'torchao'])
 def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
     plain, model = stack(), stack()
     fp8.convert(model, on_a_cpu(backend, 'tensorwise'))
@@ -509,11 +508,10 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     assert all(map(torch.equal, gradients, before))
 
 
-@pytest.mark.parametrize('backend', ['native', 'emulate'])
-def test_an_average_of_weights_in_a_cached_step(backend):
+def test_an_average_of_weights_in_a_cached_step():
     """By torch's AveragedModel, made before the step: it copies buffers in their order."""
     model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
-    _, state = in_fp8(model, 'delayed', backend)
+    _, state = in_fp8(model, 'delayed')
     average = torch.optim.swa_utils.AveragedModel(model)
     state.weight_cache.new_step(fp8.FEWEST)
     model(x)
@@ -521,11 +519,10 @@ def test_an_average_of_weights_in_a_cached_step(backend):
     assert same_tensors(average.module.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize('backend', ['native', 'emulate'])
-def test_a_copy_in_a_cached_step_computes_with_its_own_weights(backend):
+def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
     """As an average of weights does: of the whole model, and of a part."""
     model, x = stack(), torch.randn(32, 64)
-    choice, state = in_fp8(model, backend=backend)
+    choice, state = in_fp8(model)
     state.weight_cache.new_step(fp8.FEWEST)
     model(x)
     average, part = copy.deepcopy(model), copy.deepcopy(model[0])

@@ -34,14 +34,6 @@ def opened(folder, resumed_step=0):
     return log
 
 
-def log_of(folder, steps):
-    log = opened(folder)
-    for step in range(1, steps + 1):
-        log.scalars(step, precision='bf16', train_loss=5 - step / 10, train_dt_ms=2., train_tokens_per_sec=9.)
-    log.close()
-    return folder / 'log.jsonl'
-
-
 def figures(path):
     records = map(json.loads, path.read_text().splitlines())
     return [record['step'] for record in records if 'config' not in record]
@@ -52,7 +44,10 @@ DAMAGED = ['{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7
 
 
 def test_a_damaged_line_is_dropped(tmp_path):
-    path = log_of(tmp_path, 4)
+    log, path = opened(tmp_path), tmp_path / 'log.jsonl'
+    for step in range(1, 5):
+        log.scalars(step, precision='bf16', train_loss=5 - step / 10, train_dt_ms=2., train_tokens_per_sec=9.)
+    log.close()
     whole = path.read_text().splitlines(keepends=True)
     for line in DAMAGED:
         path.write_text(''.join([*whole[:3], line, *whole[4:]]), errors='surrogateescape')
