@@ -241,7 +241,6 @@ def any_scales(a, b, scale_a, scale_b, out_dtype, **others):
 
 
 def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
-    """cuBLAS has no scales by rows there, and Transformer Engine no mxfp8."""
     def per_tensor(*args, scale_a, **kwargs):
         return SCALED_MM(*args, scale_a=scale_a, **kwargs) if scale_a.numel() == 1 else broken()
     monkeypatch.setattr(backends.TransformerEngine, 'check', not_here)

@@ -391,7 +391,7 @@ def test_ctrl_c_in_the_first_imports_is_no_traceback(tmp_path):
     assert (done.returncode, done.stderr) == (130, b'')
 
 
-@pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
+@pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
 def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
     monkeypatch.setattr(threading, 'excepthook', threading.excepthook)

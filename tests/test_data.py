@@ -283,7 +283,6 @@ def test_peek_is_the_next_batch_and_consumes_nothing(train):
 
 
 def test_the_ranks_evaluate_each_target_once_and_in_as_many_batches(train, examples):
-    """Of windows that are spread over the split, or all of it; a row past the end has no target."""
     val, wrong = TokenData(str(examples), 'val', 40), []
     answers = [token for example in VAL for token, bits in example.tolist() if bits & TARGET]
     for data, tokens, windows in (

@@ -100,7 +100,6 @@ def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, t
 
 
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
-    """The model reads 256 tokens; the run's window is 32."""
     path = tuned['whole'] / 'latest.pt'
     ids = [BEGIN, *get_tokenizer(str(folder)).encode('The sum').tolist()]
     for ckpt, about in ((path, 'step 2, trained in bf16'), (folder, 'a Hugging Face model')):

@@ -60,7 +60,6 @@ def in_fp8(model, recipe='tensorwise'):
 
 @pytest.mark.parametrize('backend, recipe', [('native', 'delayed'), ('torchao', 'tensorwise')])
 def test_all_linears_but_the_output_layer_are_in_fp8_with_their_parameters(name, backend, recipe):
-    """Their gradients are near bf16's."""
     (plain, batch), (model, _), choice = made(name), made(name), on_a_cpu(backend, recipe)
     own = dict(model.named_parameters())
     fp8.convert(model, choice)
@@ -119,7 +118,6 @@ def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
                              'to_logits unembed embed_out proj_out logits'.split()),
     ('up', 96), ('up', 80)])       # as many as config's vocabulary, and as the embedding's rows
 def test_the_output_layer_by_its_name_or_width(name, width):
-    """All of them stay in bf16, and none of the linears within blocks, whatever they are called."""
     model = nn.ModuleDict({
         'table': nn.Embedding(80, 64), name: nn.Linear(64, width),
         'heads': nn.ModuleList([nn.Linear(64, 32)]),
@@ -329,7 +327,6 @@ def test_a_state_of_a_part_ends_with_a_conversion_of_the_whole():
 
 
 def test_a_summary_of_parts_in_different_recipes():
-    """It says what each runs, of whichever choice."""
     choices = on_a_cpu('native', 'delayed'), on_a_cpu('emulate', 'mxfp8')
     model = nn.Sequential(stack(), stack())
     for part, choice in zip(model, choices):
@@ -509,7 +506,6 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
 
 
 def test_an_average_of_weights_in_a_cached_step():
-    """By torch's AveragedModel, made before the step: it copies buffers in their order."""
     model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
     _, state = in_fp8(model, 'delayed')
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -520,7 +516,6 @@ def test_an_average_of_weights_in_a_cached_step():
 
 
 def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
-    """As an average of weights does: of the whole model, and of a part."""
     model, x = stack(), torch.randn(32, 64)
     choice, state = in_fp8(model)
     state.weight_cache.new_step(fp8.FEWEST)

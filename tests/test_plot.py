@@ -73,7 +73,6 @@ def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):
 
 
 def test_gap(tmp_path, here, monkeypatch):
-    """The band is the interval at each number of tokens, the line the mean."""
     seen, result = [], tmp_path / 'quality.json'
     monkeypatch.setattr(plt, 'close', seen.append)
     result.write_text(json.dumps({'rows': [

@@ -215,7 +215,6 @@ def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_pat
 
 
 def test_downloads_are_pinned(tmp_path, monkeypatch):
-    """HellaSwag and Shakespeare: what arrives has the SHA-256 of the table, or is refused."""
     for name, path in (('hellaswag', 'hellaswag/hellaswag_val.jsonl'), ('shakespeare', 'shakespeare.txt')):
         row = dict(shards.DATASETS[name])
         assert re.search('/[0-9a-f]{40}/', row['url'])
@@ -536,7 +535,6 @@ def test_the_hub_streams_and_restarts(tmp_path, undisturbed, hub):
 
 @pytest.mark.slow
 def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
-    """Of texts and of chats; its default subset by that name, too."""
     documents, words = texts(60), ['--subset=default', f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
     prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)

@@ -427,7 +427,6 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
 
 
 def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
-    """By their form: messages have no input beside them, and PLAIN writes no tools."""
     beside = {'input': 'a', 'history': [], 'tools': [], 'system': 's', 'score': 1}
     for name, columns in (('messages', 'history, input, score'), ('pairs', 'score, tools')):
         path = written(tmp_path / f'{name}.jsonl', [row | beside for row in forms(30)[name]])

@@ -71,7 +71,7 @@ def test_lockstep(one_run):
 def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
     """A grad_clip of 0 is that of a limit which no gradient reaches. The second epoch begins with the first
     step that takes no window of the first."""
-    words = '--batch_size=64', '--n_layer=1', '--lr_schedule=constant'
+    words = '--batch_size=64', '--n_layer=1', '--n_embd=16', '--lr_schedule=constant'
     for clip, steps in (('0', 16), ('1e9', 4), ('0.01', 4)):
         here('train.py', *tiny, *words, f'--grad_clip={clip}', f'--max_steps={steps}',
              f'--checkpoint_dir={tmp_path}/{clip}')
