@@ -47,6 +47,7 @@ import tiktoken_ext.openai_public as published  # noqa: E402
 import torch  # noqa: E402
 from tiktoken._educational import bpe_train  # noqa: E402
 
+import configurator  # noqa: E402
 import forked  # noqa: E402
 from fp8gpt.checkpoint import read  # noqa: E402
 from helpers import same_tensors  # noqa: E402
@@ -108,6 +109,14 @@ DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=0.01)
 torch.compile = functools.partial(torch.compile, backend=counter, fullgraph=True)
 distributed.leave = lambda error=None: (print(f'{counter.frame_count} graphs', flush=True), leave(error))
 """
+
+
+@pytest.fixture(autouse=True, scope='session')
+def read_once():
+    """Let this process parse each script's settings once, not for each of thousands of command lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configurator, 'read_script', functools.cache(configurator.read_script))
+        yield
 
 
 @contextlib.contextmanager

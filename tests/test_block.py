@@ -67,7 +67,6 @@ def test_numbers_are_the_plain_blocks(recipe):
 
 
 def test_a_weight_is_cast_once_a_step_and_anew_when_it_changes():
-    """Also after a fused optimizer's step, which no version of a tensor counts."""
     (plain, plain_state, _), (model, state, optimizer) = pair('delayed')
     state.weight_cache.new_step(4)
     for _ in range(4):
@@ -156,7 +155,6 @@ def test_a_cast_computes_what_comes_before_it(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('recipe, edit', [('tensorwise', gpt.Block.forward), ('delayed', rescaled)])
 def test_two_graphs_of_blocks_whatever_the_depth(recipe, edit, monkeypatch):
-    """The first, which has nothing to add up, and the others; with embedding and loss four, none broken."""
     monkeypatch.setattr(gpt.Block, 'forward', edit)
     fused = pair(recipe, dataclasses.replace(WIDE, n_layer=3))[1][0]
     eager = gradients(fused)

@@ -101,7 +101,6 @@ BY_HOURS = ['--max_steps=0', '--eval_freq=0', '--target_val_loss=5']
 
 
 def test_hours_end_a_run_and_a_target_is_printed_once(ticking, tiny, tmp_path):
-    """0.297 hours end within the 30th step."""
     folder, words = tmp_path, [*BY_HOURS, '--max_hours=0.297', '--empty_cache_freq=10']
     out = run(ticking, 'train.py', *tiny, *words, f'--checkpoint_dir={folder}').stdout
     assert out.count('emptied\n') == 2    # --empty_cache_freq: after 10 and 20 steps of 30
@@ -133,7 +132,6 @@ def test_a_warm_up_beyond_the_hours_stops_the_run(ticking, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_go_by_one_clock(ticking, tiny, tmp_path):
-    """Rank 1's runs three times as fast."""
     words = [*BY_HOURS, '--max_hours=0.097', '--batch_size=2', f'--checkpoint_dir={tmp_path}']
     in_ranks(2, ticking, 'train.py', *tiny, *words)
     state = read(tmp_path / 'latest.pt')
@@ -235,7 +233,6 @@ def full(tmp_path_factory):
 
 
 def test_out_of_memory_goes_on_with_half_the_batch(full, tiny, tmp_path):
-    """With as many tokens a step, from the last checkpoint."""
     words = [*tiny, '--checkpoint_freq=2', '--total_batch_size=256', f'--checkpoint_dir={tmp_path}']
     done = run(full, 'train.py', *words, rc=3)
     said = 'error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): in training, halve '
@@ -250,7 +247,6 @@ def test_out_of_memory_goes_on_with_half_the_batch(full, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_end_where_one_is_out_of_memory(full, tiny, tmp_path):
-    """torchrun makes an exit code of its own of it, and names ours."""
     ranks = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
     words = [*tiny, '--batch_size=4', f'--checkpoint_dir={tmp_path}']
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}

@@ -94,7 +94,6 @@ def test_a_scale_and_a_cast_are_the_quantizers_and_show_what_is_not_finite():
 
 
 def test_a_compiler_knows_what_the_ops_return():
-    """On a CPU, and on a GPU that is not there."""
     checks = 'test_schema', 'test_faketensor'
     for how in HOWS:
         inputs, scale = inputs_of(how, 80, 208), SCALES['e5m2']
@@ -192,7 +191,6 @@ GPU_CASES += [
 @pytest.mark.slow
 @pytest.mark.parametrize('inputs, how, dtype, arch', GPU_CASES)
 def test_a_kernel_is_made_for_gpus(monkeypatch, inputs, how, dtype, arch):
-    """Short of running: wide accesses, and none of what is known to break."""
     code = code_for(monkeypatch, arch, casts, 'cast_kernel',
                     lambda: cast(inputs, how, torch.ones(()), DTYPES[dtype], True))
     ptx = code.asm['ptx']
@@ -218,7 +216,6 @@ def test_a_kernel_is_made_for_gpus(monkeypatch, inputs, how, dtype, arch):
 
 @pytest.mark.slow
 def test_a_launch_takes_the_kernel_that_triton_takes(monkeypatch):
-    """For calls that differ in dtype, address, sizes or constants, by a driver that launches nothing."""
     triton = pytest.importorskip('triton')
     launch, right = casts.launch, []
 

@@ -26,7 +26,6 @@ def test_requests_become_bf16_with_a_reason():
 
 
 def test_the_first_backend_that_can_runs(monkeypatch):
-    """Each is tried in auto's order, except the one that was asked for first."""
     tried = []
     for name in ('native', 'te', 'torchao'):
         def check(choice, device, name=name):
@@ -86,11 +85,8 @@ ORDERS = [
     ({'backend': 'emulate'}, {'device': torch.device('mps')}, DeviceError,
      'fp8_backend=emulate: emulate does not take device=mps, only cuda, cpu$'),
     ({'backend': 'fp8'}, {}, OptionError, 'fp8_backend is one of auto, '),
-    ({'recipe': 'auto:row'}, {}, OptionError, 'fp8_recipe is one of auto, '),
-    ({'format': 'e3m4'}, {}, OptionError, 'fp8_format is one of'),
     ({'backend': 'native', 'recipe': 'delayed', 'interval': 0}, {}, OptionError, 'interval is from 1 to'),
     ({'backend': 'native', 'recipe': 'delayed', 'amax_history': 1.5}, {}, OptionError, 'type int, not 1.5'),
-    ({'backend': 'native', 'margin': -1}, {}, OptionError, 'fp8_margin is from 0 to 64, not -1'),
     ({'backend': 'native', 'margin': 2000}, {}, OptionError, 'from 0 to 64'),
     ({'backend': 'native', 'use_fp8': 'no'}, {}, OptionError, "use_fp8 is of type bool, not 'no'"),
     ({'backend': 'native', 'keep': ('h.0', 1)}, {}, OptionError, 'keep is a tuple of names'),
@@ -187,7 +183,6 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
 @pytest.mark.parametrize('within', [
     torch.no_grad, torch.inference_mode, lambda: torch.device('meta'), paused])
 def test_the_trial_is_the_same_wherever_it_is_called(within, monkeypatch, trials):
-    """A linear that is right is chosen there, and one that is wrong is refused."""
     def zeros(*operands, **how):
         return 0 * backends.native_mm(*operands, **how)
     backends.trial.cache_clear()
@@ -246,7 +241,6 @@ def any_scales(a, b, scale_a, scale_b, out_dtype, **others):
 
 
 def test_on_sm_120_the_trial_decides(monkeypatch, gpu):
-    """cuBLAS has no scales by rows there, and Transformer Engine no mxfp8."""
     def per_tensor(*args, scale_a, **kwargs):
         return SCALED_MM(*args, scale_a=scale_a, **kwargs) if scale_a.numel() == 1 else broken()
     monkeypatch.setattr(backends.TransformerEngine, 'check', not_here)

@@ -1,6 +1,5 @@
 """Settings, config files and flags become one checked dict; a script that fails ends in one line."""
 import dataclasses
-import functools
 import io
 import re
 import subprocess
@@ -21,14 +20,6 @@ from fp8gpt.fp8 import linear as fp8_linear
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import FORMATS, RECIPES
 from fp8gpt.run import DTYPES
-
-@pytest.fixture(autouse=True, scope='module')
-def read_once():
-    """A script is read from its file once, not for each of a thousand values."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configurator, 'read_script', functools.cache(read_script))
-        yield
-
 
 SCRIPT = '''
 from elsewhere import Linear
@@ -79,7 +70,6 @@ TAKEN = {
     '--steps=9007199254740993': dict(steps=2**53 + 1),      # a float would lose the last digit
     '--name=5': dict(name='5'),
     '--switch': dict(switch=True),
-    '--switch true': dict(switch=True),
     '--no_switch': dict(switch=False),
     '--no_thing': dict(use_thing=False),
     '--no-use-thing': dict(use_thing=False),
@@ -89,10 +79,8 @@ TAKEN = {
     '--mode=true': dict(mode='on'),
     '--mode=No': dict(mode='off'),
     '--rate=1 --rate=2': dict(rate=2.0),
-    'c.yaml': {},
     'b.yaml --steps=9': dict(rate=3e-3, switch=True, name='2026-11-21', mode='on', steps=9),
     '--config=a.py': dict(rate=0.02, steps=8),
-    '--config a.py': dict(rate=0.02, steps=8),
     '--steps=5 a.py': dict(rate=0.02, steps=5),     # flags win wherever they stand
     'imports.py': dict(steps=6, directory='x'),
     'none.py': {},      # as the default, whatever an earlier file says
@@ -112,9 +100,7 @@ MISTAKES = {
     '--steps': '--steps needs a value',
     '--config': '--config needs a file',
     '--config --steps=1': '--config needs a file',
-    'word': "what is 'word'",
     '--directory=': "directory wants a name or a path, not ''",
-    '--no_rate': 'rate wants a number',
 }
 # file, its text, what the one line says
 IN_FILES = [
@@ -125,14 +111,11 @@ IN_FILES = [
     ('x.py', 'steps = 10**5000', 'x.py: steps wants a whole number, not one of thousands of digits'),
     ('x.py', 'rate = [-10**5000]', 'x.py: rate wants a number, not one of thousands of digits'),
     ('x.yaml', 'null: 1', 'flat list'),
-    ('x.yaml', 'rte: 1', 'nearest is rate'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
     ('x.yaml', 'name: {first: 1}', 'flat list'),
     ('x.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),
     ('x.yaml', 'a: ' + '[' * 1000, 'not YAML'),
-    ('x.yaml', '1: 2', "no setting is called '1'"),
-    ('x.yaml', 'switch: 3', 'switch wants true or false'),
 ]
 
 
@@ -147,7 +130,6 @@ def not_refused(configure, message):
 
 
 def test_defaults_files_and_flags(script):
-    """The default of a setting is its last assignment above configure."""
     wrong = {}
     for line, values in {'': {}, **TAKEN}.items():
         config = script(*line.split())
@@ -245,7 +227,6 @@ TAKES = {
     'fp8_margin': ([0, 8], '9 nan inf 1e999'),
     'use_wandb': ([True, False], 'maybe 2'),
     'dtype': (['bf16', 'fp32'], 'fp8 BF16 2'),
-    'fp8_recipe': ([*RECIPES, 'auto:mxfp8'], 'none_of_these'),
     'grad_checkpointing': (['none', 'full', '1', '12'], '0 -1 1.5'),
     'dataset': (['any text', 'None', '5'], ''),
 }
@@ -274,7 +255,6 @@ TORCHRUN_GIT_TENSORBOARD = {'standalone', 'nproc_per_node', 'always', 'dirty', '
 
 
 def test_texts_name_no_flag_that_does_not_exist():
-    """Of the training scripts and what they import; lint.py reads the pages."""
     scripts = 'train_fp8.py', 'prepare_data.py', 'sample.py'
     known = {name for script in scripts for name in read_script(ROOT / script).settings}
     known |= {*ALIASES, 'help', 'out', *TORCHRUN_GIT_TENSORBOARD}       # out: hf.py's
@@ -286,13 +266,10 @@ def test_texts_name_no_flag_that_does_not_exist():
 # command lines of the scripts that argparse reads: what the one line says
 BY_ARGPARSE = {
     'bench.py': 'required: command',
-    'bench.py nothing': "invalid choice: 'nothing' (choose from 'pair', ",
     'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
-    'hf.py export --out=x --dtype=fp16': "--dtype: invalid choice: 'fp16'",
     'plan.py --resume=latest': 'in place of --resume, --init_from=that checkpoint',
     'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
     'plan.py --gpu=v100': "no data sheet of 'v100' here",
-    'plan.py --gpus=8,0': "--gpus: wants a whole number >= 1, not '0'",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'sweep.py --name=../up': 'names a folder outside of sweeps/',
     'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
@@ -308,16 +285,14 @@ def test_argparse_refuses_in_one_line():
     assert wrong == {}
 
 
-LEAST = dict(seed=0, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
+EDGES = dict(seed=2**63 - 1, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
              beta2=0, grad_clip=0, eval_freq=0, eval_tokens=1, log_freq=1, checkpoint_freq=1,
-             fp8_stats_freq=1, fp8_amax_history=1, fp8_recipe='delayed')
-MOST = dict(seed=2**63 - 1, num_workers=1024, min_lr_ratio=1,
-            beta2=0.999999999, fp8_margin=8, grad_checkpointing=10**9)
+             fp8_stats_freq=1, fp8_amax_history=1, fp8_recipe='delayed', fp8_margin=8,
+             grad_checkpointing=10**9)
 
 
-@pytest.mark.parametrize('settings', [LEAST, MOST], ids=['least', 'most'])
-def test_the_edges_train(settings, tiny, tmp_path):
-    words = [f'--{name}={value}' for name, value in settings.items()]
+def test_the_edges_train(tiny, tmp_path):
+    words = [f'--{name}={value}' for name, value in EDGES.items()]
     words += ['--fp8_backend=native', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
     assert 'done: ' in run('train_fp8.py', *tiny, *words).stdout
     assert list(losses(tmp_path)) == [1, 2]
@@ -325,7 +300,6 @@ def test_the_edges_train(settings, tiny, tmp_path):
 
 
 def test_help_fits_a_screen_and_has_each_setting_and_each_name(here):
-    """Settings stand there as in the source; names from other systems, where the script has the setting."""
     wrong = []
     for script in SCRIPTS[:-1]:
         page, source = here(script, '--help'), (ROOT / script).read_text().splitlines()
@@ -336,8 +310,6 @@ def test_help_fits_a_screen_and_has_each_setting_and_each_name(here):
         if shown != list(settings) or also != [name for name, ours in ALIASES.items() if ours in settings]:
             wrong.append((script, shown, also))
     assert wrong == []
-    assert '# what to train' in here('train.py', '--help').splitlines()
-    assert run('train.py', '--help').stdout == here('train.py', '--help')
 
 
 # what only a Hugging Face model says
@@ -404,7 +376,6 @@ def ended(folder, line, **env):
 
 
 def test_what_the_system_does_is_one_line(tmp_path):
-    """So is a user's mistake; TRACEBACK=1 shows where either came from."""
     for line, (code, begins) in ENDS.items():
         found, said = ended(tmp_path, line)
         assert (line, found, said[:len(begins)]) == (line, code, begins)
@@ -420,7 +391,7 @@ def test_ctrl_c_in_the_first_imports_is_no_traceback(tmp_path):
     assert (done.returncode, done.stderr) == (130, b'')
 
 
-@pytest.mark.parametrize('encoding', ['ascii', 'cp1252', 'utf-8'])
+@pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
 def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
     monkeypatch.setattr(threading, 'excepthook', threading.excepthook)

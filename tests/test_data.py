@@ -68,7 +68,6 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
 
 
 def test_a_split_is_a_word_of_a_shards_name(tmp_path):
-    """The first of train and val; the run's first lines name the files."""
     names = {'train': ['edu_train_01.bin', 'retrieval_train_01.bin', 'train_000002.bin', 'val_train.bin'],
              'val': ['my_val_000001.bin', 'tiny_val.bin', 'val_000000.bin']}
     for name in [*names['train'], *names['val'], 'interval_0.bin', 'xtrain_1.bin', 'mine.bin']:
@@ -101,7 +100,6 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     (tmp_path / 'data').mkdir()
     config = {'dataset': 'mine', 'tokenizer': 'byte', 'split_name': '', 'data_dir': 'data'}
     for dataset, split, hint in (
-            ('fineweb-edu', '', 'fineweb_edu --tokenizer=byte --data_dir=data`'),
             ('openmathinstruct2', 'train_2M',
              'openmathinstruct2 --tokenizer=byte --split_name=train_2M --data_dir=data`'),
             ('data/mine', '', 'mine --tokenizer=byte --data_dir=data --data_files=YOUR_TEXTS`')):
@@ -285,7 +283,6 @@ def test_peek_is_the_next_batch_and_consumes_nothing(train):
 
 
 def test_the_ranks_evaluate_each_target_once_and_in_as_many_batches(train, examples):
-    """Of windows that are spread over the split, or all of it; a row past the end has no target."""
     val, wrong = TokenData(str(examples), 'val', 40), []
     answers = [token for example in VAL for token, bits in example.tolist() if bits & TARGET]
     for data, tokens, windows in (
@@ -365,7 +362,6 @@ def test_a_mask_has_a_shards_header_and_a_byte_a_token(examples):
 
 
 def test_windows_hold_whole_examples_in_file_order(examples):
-    """What is cut, left out and padded is counted; the loader gives inputs, targets and examples."""
     for T in SIZES:
         train, wanted = TokenData(str(examples), 'train', T), packed(T + 1)
         packing = train.packing

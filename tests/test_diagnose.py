@@ -70,7 +70,6 @@ def test_a_gpu_that_torch_does_not_reach(tmp_path, monkeypatch, capsys):
 
 
 def test_gpus_with_and_without_fp8_units(monkeypatch, capsys):
-    """What only a real one can do is left out."""
     monkeypatch.setattr(backends, 'trial', lambda *_: None)
     monkeypatch.setitem(sys.modules, 'transformer_engine', None)
     for name, capability, lines in (

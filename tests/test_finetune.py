@@ -99,7 +99,6 @@ def assert_learned(place, folder, *flags):
 
 @pytest.mark.slow
 def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
-    """The export is the model, which a resume needs no folder of the base for."""
     out = assert_learned(place, tmp_path / 'c')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out
     assert 'settings  config/finetune.py, as no config file is named' in out
@@ -112,7 +111,6 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
-    """A resume needs the base, on which they stand."""
     peft, folder = pytest.importorskip('peft'), tmp_path / 'c'
     assert 'lora  ' in assert_learned(place, folder, '--lora_rank=8', '--lora_targets=all')
     assert all('.lora.' in name for name in checkpoint.read(f'{folder}/latest.pt')['weights'])
@@ -126,20 +124,7 @@ def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_lines_as_typed(place, tmp_path):
-    more = shlex.split('--fp8_scenario mxfp8 --split_name test --eval_only')
-    words = words_of(place, *more, f'--checkpoint_dir={tmp_path}/c', '--no_wandb')
-    assert 'val loss 6' in run('train_fp8.py', *words).stdout
-    # the hub is out of reach, so examples that are not prepared cannot be
-    words = words_of(place, f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--no_wandb')
-    done = run('train_fp8.py', *words, rc=1, env={'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1'})
-    assert ' is prepared by `python prepare_data.py nvidia/OpenMathInstruct-2' in done.stdout
-    assert not list(tmp_path.glob('*/train_*'))
-
-
-@pytest.mark.slow
 def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
-    """One GPU's batch, in two ranks."""
     typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '
              '--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 '
              '--learning_rate 1e-5 --gradient_accumulation_steps 4')

@@ -217,7 +217,6 @@ def test_cudas_rules_hold_on_every_device_but_a_cpu_takes_any_layout(device):
 
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_traces_for_cuda_at_the_presets_shapes(recipe):
-    """Under torch's own checks of what CUDA can do."""
     multiple = RECIPES[recipe].multiple
     cases = {format: (format, M, K, N) for format in FORMATS}
     for config in PRESETS.values():

@@ -116,8 +116,6 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('words', [['train.py'], [*FP8, '--gradient_accumulation_steps=4']])
 def test_eight_graphs_whatever_the_depth_and_the_ranks(words, tiny, tmp_path):
-    """Embedding, the first block, the others, head with loss, in training and in evaluation. DDP, which would
-    cut a graph at its buckets, cuts none: a block's gradients are reduced while the next one is computed."""
     words = [runner(tmp_path, COUNTS_GRAPHS), *words, *tiny, '--compile=on', '--n_layer=5', '--max_steps=2']
     done = in_ranks(2, *words, f'--checkpoint_dir={tmp_path}')
     assert '8 graphs' in done.stdout.splitlines()

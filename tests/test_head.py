@@ -57,7 +57,6 @@ def test_loss_and_gradients_are_the_cross_entropys(head):
 
 
 def test_a_sure_and_wrong_head_keeps_its_gradient(head):
-    """All of softmax on one token: shares of 1 and -1, the ends of e5m2's range."""
     head.weight.data.zero_()
     head.weight.data[7] = 100.0
     h = torch.ones(M, C, dtype=torch.bfloat16, requires_grad=True)

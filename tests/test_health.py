@@ -206,7 +206,6 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
 # -------------------------------------------------------------------------------------- the self-check: fast?
 
 def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(monkeypatch):
-    """By a clock of one's own."""
     def checked(seconds, problem=None, choice=NATIVE, **options):
         monkeypatch.setattr(health.Sample, 'problem', lambda *_: problem)
         monkeypatch.setattr(health.Sample, 'times', lambda *_: {'bf16': 1.0, 'FP8': seconds})
@@ -337,7 +336,6 @@ distributed.leave()
 
 
 def test_ranks_measure_together_and_decide_alike(tmp_path):
-    """By rank 0's clock, though by rank 1's FP8 is slower, and by any rank's wrong result."""
     script = tmp_path / 'script.py'
     script.write_text(TWO_RANKS.format(paths=[str(ROOT), str(ROOT / 'tests')], folder=tmp_path))
     in_ranks(2, script)

@@ -100,7 +100,6 @@ def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, t
 
 
 def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned, here):
-    """The model reads 256 tokens; the run's window is 32."""
     path = tuned['whole'] / 'latest.pt'
     ids = [BEGIN, *get_tokenizer(str(folder)).encode('The sum').tolist()]
     for ckpt, about in ((path, 'step 2, trained in bf16'), (folder, 'a Hugging Face model')):
@@ -200,7 +199,6 @@ def answered(folder, path, messages):
 
 
 def test_a_chat_remembers_its_turns(folder, tuned, chatted):
-    """Of a model, and of a checkpoint that has the tokenizer's files beside it."""
     turns = 'What is 2 + 2?', 'And then?'
     for path, system in (folder, 'Be brief.'), (tuned['whole'] / 'latest.pt', ''):
         messages, wanted = [{'role': 'system', 'content': system}] if system else [], ''
@@ -214,7 +212,6 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
 
 
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
-    """Here the third token that it would write."""
     found, _ = answered(folder, folder, [{'role': 'user', 'content': 'Go!'}])
     shutil.copytree(folder, tmp_path / 'ends')
     change_config(tmp_path / 'ends', 'generation_config', eos_token_id=[END, found[2]])
@@ -223,7 +220,6 @@ def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
 
 
 def test_a_chats_interrupts_special_tokens_and_draws(folder, chatted, monkeypatch):
-    """Ctrl-C ends an answer, whose part is remembered; another one the chat."""
     prompts, seeds = [], []
 
     def interrupted(model, idx, *numbers, seed, **how):

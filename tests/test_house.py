@@ -46,7 +46,6 @@ def reached(name, ours=OURS):
 
 
 def test_no_file_imports_a_file_that_imports_it():
-    """Neither directly nor by way of others; an import inside a function counts, too."""
     assert not [name for name in OURS if any(name in reached(other) for other in OURS[name])]
 
 
@@ -59,7 +58,6 @@ def test_the_library_imports_no_script_and_fp8_nothing_else_of_ours():
 
 
 def test_the_log_is_a_leaf():
-    """It prints what it is given, and knows no run, no model and no adapters."""
     assert OURS['fp8gpt.runlog'] <= BELOW_THE_LIBRARY - {'model'} | {
         f'fp8gpt.{name}' for name in ('files', 'shards', 'distributed', 'gpus')}
 
@@ -76,7 +74,6 @@ def test_frameworks_are_imported_in_one_file():
 
 
 def test_preparing_data_needs_no_torch():
-    """data.py's loader imports it late."""
     names = reached('prepare_data')
     need_torch = {name for name in names if any(one.split('.')[0] == 'torch' for one in IMPORTS[name])}
     assert need_torch <= {'fp8gpt.data'}

@@ -55,8 +55,8 @@ def generated(model, idx, count, **how):
     return torch.stack(list(generate(model, idx, count, **how)), 1)
 
 
+@pytest.mark.slow
 def test_a_program_may_end_before_a_generation_does():
-    """As a sampler does that reads no token after a stop."""
     code = """import torch, model
 gpt = model.GPT(model.GPTConfig(vocab_size=9, block_size=8, n_layer=1, n_head=1, n_embd=8))
 tokens = model.generate(gpt, torch.zeros((1, 1), dtype=torch.long), 3)
@@ -134,7 +134,6 @@ def test_initial_weights_depend_on_name_and_seed_alone():
 
 
 def test_dtypes():
-    """Parameters in bf16 are those in fp32, rounded."""
     model, seen = GPT(SMALL), []
     for module in model.modules():
         if hasattr(module, 'in_features'):
@@ -146,8 +145,6 @@ def test_dtypes():
     plain, rounded = GPT(LLAMA, seed=3), GPT(LLAMA, seed=3, param_dtype=torch.bfloat16)
     assert same_tensors({name: p.bfloat16() for name, p in plain.weights().items()}, rounded.weights())
     assert {b.dtype for b in rounded.buffers()} == {torch.float32}  # RoPE's angles
-
-
 
 
 # ------------------------------------------------------------------------------------- the head and its loss
@@ -265,8 +262,6 @@ def test_what_does_not_fit_is_refused():
             GPT(config).load_weights(GPT(SMALL).weights())
 
 
-
-
 # ------------------------------------------------------------------------------- several examples in a window
 
 LENGTHS = [(7, 1, 12, 12), (20, 9, 3)]      # of the examples in each window of 32
@@ -318,7 +313,6 @@ def test_flex_attention_takes_the_same_mask(batch, monkeypatch):
 
 @pytest.mark.slow
 def test_other_examples_are_no_other_graph(batch, monkeypatch):
-    """Of FlexAttention's mask, which is a function of the batch."""
     torch._dynamo.reset()
     monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
     graphs = CompileCounterWithBackend('eager')

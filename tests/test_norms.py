@@ -56,7 +56,6 @@ CASES = (       # neither 80, 112 nor 1600 columns fill a tile
 @pytest.mark.usefixtures('interpreted')
 @pytest.mark.filterwarnings('ignore::RuntimeWarning')   # NumPy's, of infinities
 def test_the_backward_kernel_computes_what_the_torch_form_does(monkeypatch):
-    """Each program sums its own blocks."""
     monkeypatch.setattr(norms, 'PROGRAMS', 4)   # each takes several blocks, some one more than others
     wrong = []
     for case, M, C, rms in CASES:

@@ -42,8 +42,7 @@ def test_the_gradient_is_that_of_the_formula_and_the_loss_cross_entropy(choice, 
     assert gpt.state_dict().keys() == names     # it is in no checkpoint
 
 
-PENALISED = ['--penalty_weight=0.5', '--max_steps=4', '--warmup_steps=1']
-IN_FP32 = [*PENALISED, '--dtype=fp32']
+IN_FP32 = ['--penalty_weight=0.5', '--max_steps=4', '--warmup_steps=1', '--dtype=fp32']
 
 
 def test_chunks_micro_steps_and_ranks_change_nothing(tiny, tmp_path):

@@ -57,24 +57,22 @@ def test_tokens_are_those_that_were_seen(tmp_path):
 def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):
     write_log(tmp_path / 'good', 'bf16', 1)
     lines = (tmp_path / 'good' / 'log.jsonl').read_text()
-    broken = [('"train/loss": 5.0', f'"train/loss": {odd}') for odd in ('"x"', 'null', '[1]', '1' * 400, '0')]
+    broken = [('"train/loss": 5.0', f'"train/loss": {odd}') for odd in ('"x"', '[1]', '1' * 400, '0')]
     broken += [('"precision"', '"other"'), ('"config": {"max_lr": 1', '"config": 7, "x": {"max_lr": 1'),
-               ('"step": 10', '"step": ' + '1' * 400), ('512.0', '"nan"'), ('2000.0', 'Infinity')]
-    for number, (was, now) in enumerate(broken):
+               ('"step": 10', '"step": ' + '1' * 400)]
+    for number, (was, now) in enumerate([*broken, ('2000.0', 'Infinity')]):
         assert was in lines
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / 'log.jsonl').write_text(lines.replace(was, now))
-        words = 'plot.py', 'loss', tmp_path / str(number), f'--out={tmp_path}/x.png'
-        if now in ('"nan"', 'Infinity'):
-            assert 'holds no training step yet' in refused(*words)[1]
-        else:
-            assert 'median 2,000 tokens/s' in here(*words)
+    folders = [tmp_path / str(number) for number in range(len(broken) + 1)]
+    out = here('plot.py', 'loss', *folders[:-1], f'--out={tmp_path}/x.png')
+    assert out.count('median 2,000 tokens/s') == len(broken)
+    assert 'holds no training step yet' in refused('plot.py', 'loss', folders[-1])[1]
     code, said = refused('plot.py', 'loss', tmp_path)
     assert code == 1 and f'no {tmp_path}/log.jsonl' in said
 
 
 def test_gap(tmp_path, here, monkeypatch):
-    """The band is the interval at each number of tokens, the line the mean."""
     seen, result = [], tmp_path / 'quality.json'
     monkeypatch.setattr(plt, 'close', seen.append)
     result.write_text(json.dumps({'rows': [

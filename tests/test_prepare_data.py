@@ -92,8 +92,11 @@ def test_a_small_set_has_enough_for_validation(tmp_path):
             train, val = check(tmp_path / 'mine-byte', documents)
             assert len(val) == wanted or count == 900 and size == 2000 and 20 < len(val) < 70
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
-    code, message = refused_here(*of(alone, tmp_path / 'alone'))
-    assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
+    (tmp_path / 'there').mkdir()
+    for name in 'new', 'there':
+        code, message = refused_here(*of(alone, tmp_path / name))
+        assert (code, '3 rows, of which 2 can be used, with 1 different texts' in message) == (1, True)
+    assert not (tmp_path / 'new').exists() and os.listdir(tmp_path / 'there') == []
 
 
 def test_a_text_that_most_documents_are_is_not_held_out(tmp_path):
@@ -212,7 +215,6 @@ def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_pat
 
 
 def test_downloads_are_pinned(tmp_path, monkeypatch):
-    """HellaSwag and Shakespeare: what arrives has the SHA-256 of the table, or is refused."""
     for name, path in (('hellaswag', 'hellaswag/hellaswag_val.jsonl'), ('shakespeare', 'shakespeare.txt')):
         row = dict(shards.DATASETS[name])
         assert re.search('/[0-9a-f]{40}/', row['url'])
@@ -375,7 +377,7 @@ def test_stopped_after_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypat
     steps = killed_here(0, *words, f'--data_dir={tmp_path}/whole')
     whole = everything(tmp_path / 'whole' / 'mine-byte')
     assert len(whole) > 3
-    for step in range(1, steps + 1, 3):     # of the four that write a file, another each time
+    for step in range(1, steps + 1, 5):     # of the four that write a file, another each time
         folder = tmp_path / str(step)
         assert killed_here(step, *words, f'--data_dir={folder}') == step
         there = (folder / 'mine-byte' / 'meta.json').exists()
@@ -404,15 +406,6 @@ def test_a_meta_json_of_others_is_kept_until_overwrite(tmp_path, content):
     assert (folder / 'meta.json').read_text() == content
     prepare_here(*words, '--overwrite')
     assert meta(folder)['dataset'] == 'mine'
-
-
-def test_a_refused_command_leaves_nothing(tmp_path):
-    (tmp_path / 'docs.jsonl').write_text('{"text": "alone"}\n')
-    (tmp_path / 'there').mkdir()
-    for name in 'new', 'there':
-        said = refused_here(*of(tmp_path / 'docs.jsonl', tmp_path / name))[1]
-        assert 'docs.jsonl: 1 rows, of which 1 can be used, with 1 different texts; two are the least' in said
-    assert sorted(os.listdir(tmp_path)) == ['docs.jsonl', 'there'] and not os.listdir(tmp_path / 'there')
 
 
 def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monkeypatch):
@@ -542,7 +535,6 @@ def test_the_hub_streams_and_restarts(tmp_path, undisturbed, hub):
 
 @pytest.mark.slow
 def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
-    """Of texts and of chats; its default subset by that name, too."""
     documents, words = texts(60), ['--subset=default', f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
     prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)
@@ -614,7 +606,6 @@ WRONG = [   # command line, exit code, what the message names
     (f'fineweb_ed {BYTES}', 2, ['fineweb_ed', 'fineweb_edu', 'stdlib', '--data_files']),
     (f'{MINE}none*.parquet', 1, ['none*.parquet']),
     (f'{MINE}good.parquet --text_column=body', 2, ['body', 'text, id, url', 'good.parquet']),
-    (f'{MINE}good.parquet --text_column=id --num_workers=2', 1, ['row 1: 0 is not text: --text']),
     (f'{MINE}flipped.parquet --num_workers=2', 1, ['flipped.parquet']),
     (f'{MINE}broken.jsonl', 1, ['broken.jsonl, row 2: ']),
     (f'{MINE}object.json', 1, ['object.json']),
@@ -626,7 +617,6 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
     (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated', 'cut short or damaged, fetch or write']),
     (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'where it is cut short']),
-    (f'{MINE}rows.json', 1, ['rows.json, row 2: ']),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
     (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
     (f'{MINE}twice.parquet', 1, ['twice.parquet, after 0 rows: its header names a column twice (']),
@@ -634,7 +624,6 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (zlib inflate failed']),
     (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
-    (f'{MINE}good.parquet,body.parquet', 1, ["body.parquet, row 1: no 'text', but body, id"]),
     (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
     (f'{MINE}asked.jsonl --template=plain', 1, ['of which 5 can be used, with 1 different questions']),
     (f'stdlib {BYTES} --encoding=latin-1', 2, ['--encoding is of --data_files']),
@@ -649,7 +638,6 @@ WRONG = [   # command line, exit code, what the message names
      ["no split 'train_3M': there are train_1M, train_2M"]),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
-    ('hellaswag --data_files=cut.json', 1, ['cut.json holds no HellaSwag items: ', 'line 18 column 9']),
 ]
 
 
@@ -671,7 +659,6 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     packed = pack(tmp_path / 'whole.txt.gz', LINES.encode()).read_bytes()
     (tmp_path / 'cut.txt.gz').write_bytes(packed[:len(packed) // 2])
     (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
-    (tmp_path / 'rows.json').write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n')
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
     (tmp_path / 'twice.csv').write_text('text,text\none,two\n')
     pq.write_table(pa.table([['one'], ['two']], names=['text', 'text']), tmp_path / 'twice.parquet')
@@ -679,7 +666,6 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / 'plain.txt.gz').write_text(LINES)
     spoilt = pa.array([b'one'] * 11 + [b'\xff'] + [b'one'] * 7).cast(pa.binary())
     pq.write_table(pa.table({'text': spoilt.view(pa.string())}), tmp_path / 'bytes.parquet')
-    pq.write_table(pa.table({'body': texts(20), 'id': range(20)}), tmp_path / 'body.parquet')
     rows = [{'text': 'one'}, {'text': 'two'}, {'text': 5}, *[{'text': 'three'}] * 20, {'body': 'four'}]
     written(tmp_path / 'ahead.jsonl', rows)
     (tmp_path / 'none.txt').write_text('')

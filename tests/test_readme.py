@@ -3,7 +3,6 @@
 Each is made small by SMALL, or left out for the reason that LEFT_OUT gives; a new command runs as it stands.
 A block of output is marked as one: ```text, or ```console with `$ ` before its commands.
 """
-import functools
 import re
 import shlex
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import torch.distributed.run as launcher
 
 import bench
-import configurator
 import hf
 import plan
 import plot
@@ -138,7 +136,6 @@ BY_ARGPARSE = {'bench.py': bench.bench_arguments, 'hf.py': hf.arguments,
 
 def test_the_scripts_know_the_words_of_a_page(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(configurator, 'read_script', functools.cache(configurator.read_script))
     known, wrong = set(), []
     pages = [PAGE, *map(Path.read_text, PAGES)]
     for program, *words in [line for page in pages for line in [*commands(page), *spans(page)]]:

@@ -119,7 +119,6 @@ def test_a_run_is_not_taken_on_over_data_that_nobody_typed(saved, tiny_data, tmp
 
 
 def test_a_window_of_a_model_with_rope(data, saved):
-    """What the checkpoint's run read, or less, or more; never more than the model reads."""
     none = {'layers': [], 'history': torch.zeros(0, 0, 3), 'scale': torch.zeros(0, 3)}
     scales = {'steps': 5, 'divisor': 1, **none}
     config = {'init_from': 'scratch', 'block_size': 32}
@@ -187,7 +186,6 @@ def test_a_typed_tokenizer_is_not_passed_over(tiny_data):
 
 
 def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):
-    """A resumed one as it was."""
     file = tmp_path / 'mine.py'
     file.write_text('seed = 1')
     path = saved(config={'init_from': 'scratch', 'run_name': 'theirs'})
@@ -341,7 +339,6 @@ def settings(total=0, given=0, sequences=0, **others):
 
 
 def test_micro_steps():
-    """As many as a target asks for, or the refusal of a target that does not divide."""
     for world_size, config, expected in (
         (2, {}, 1),
         (2, dict(given=5), 5),

@@ -31,7 +31,6 @@ def trained(tiny_data, one_run, tmp_path_factory):
 
 
 def test_what_ranks_check_among_themselves(tmp_path):
-    """First weights, the dtype that travels, what is sharded when, a skip, memory, saving: see sharded.py."""
     done = in_ranks(2, 'tests/sharded.py', tmp_path)
     assert done.stdout.split()[-1] == 'checked'
 
@@ -52,7 +51,6 @@ def test_in_fp32_it_is_ddp(trained):
                  marks=pytest.mark.slow),
 ])
 def test_it_is_one_process(words, tolerance, trained):
-    """Clipping, the logged loss and its norm included, to the rounding of bf16 and FP8."""
     one, fsdp = trained(1, *words), trained(2, *words, FULL)
     assert losses(fsdp) == pytest.approx(losses(one), rel=tolerance)
     assert dict(records(fsdp, NORM)) == pytest.approx(dict(records(one, NORM)), rel=10 * tolerance)
@@ -66,7 +64,6 @@ def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(trained):
 
 
 def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
-    """The same names, shapes and dtypes as one process writes, and one process goes on with it."""
     def kinds(directory):
         state = read(directory / 'latest.pt')
         parts = {'weights': state['weights'], **state['optimizer']}
@@ -99,7 +96,6 @@ def test_saved_on_some_ranks_it_goes_on_on_others(trained, tmp_path):
 
 @pytest.mark.slow
 def test_moments_of_8_bits_are_sharded_by_whole_blocks(trained, tmp_path):
-    """Each rank rounds its part of the bf16 weights at random: four times bf16's 2^-8 is the bound."""
     words = 'train.py', '--optimizer=adamw8bit', '--param_dtype=bf16'
     fsdp, one = trained(2, *words, FULL), trained(1, *words)
     assert losses(fsdp) == pytest.approx(losses(one), rel=2**-6)
@@ -124,7 +120,6 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_hooks_cut_no_graph(tiny, tmp_path):
-    """As many graphs as in DDP: test_fp8_training's eight, each without a break."""
     words = [*tiny, FULL, '--compile=on', '--n_layer=3', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
     done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), 'train.py', *words)
     assert '8 graphs' in done.stdout.splitlines()

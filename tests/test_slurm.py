@@ -45,7 +45,6 @@ def logs(repository, name='fp8_train'):
 
 
 def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is_done(repository):
-    """Its limit is near as soon as a checkpoint is written."""
     folder = repository / 'checkpoints_tiny'
     line = 'sbatch --export=CONFIG=tiny.yaml --nodes=2 slurm/train.sbatch --seed=7'
     said = typed(line, repository, FAKE_LIMIT=str(folder / 'latest.pt'))
@@ -92,7 +91,6 @@ def test_a_job_out_of_memory_is_not_requeued(repository):
 
 
 def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
-    """By stand-ins that print what they are called with."""
     (repository / '.venv').unlink()
     (repository / '.venv' / 'bin').mkdir(parents=True)
     for name, text in ('python', '$*'), ('wandb', '$AGENT wandb $*'):

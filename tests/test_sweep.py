@@ -90,19 +90,15 @@ NO_GRID = {
     ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
     ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
     ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
-    ('max_lr:', 'max_lrr:'): 'the nearest is max_lr',
     ('max_lr:', 'overwrite:'): 'the sweep sets it',
     ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
     ('program: train.py', 'command: ${program} ${args}'): 'command: ${program} ${args} is refused: it may',
-    ('method: grid', 'method: ['): 'is not YAML',
 }
 # aliases of aliases, a billion runs, and Python by way of a file that runs none
 NO_GRID['n_layer: {value: 1}', 'x: {value: &a [1, 1]}\n  y: {value: [*a, *a]}'] = 'is not YAML: write *a out'
-NO_GRID['program: train.py', 'program: &a train.py\nname: *a'] = 'is not YAML: write *a out'
 many = f'{{values: {list(range(1, 1000))}}}'
 NO_GRID['n_layer: {value: 1}', f'n_layer: {many}\n  seed: {many}\n  n_embd: {many}'] = '1,994,005,998 runs'
-for line in ('config: {value: evil.py}', 'config: {values: [config/quickstart.py, config/../evil.py]}',
-             '"config=a": {value: evil.py}', 'config: {value: ~/evil.py}'):
+for line in 'config: {values: [config/quickstart.py, config/../evil.py]}', '"config=a": {value: evil.py}':
     NO_GRID['n_layer: {value: 1}', line] = 'would run Python'
 NO_GRID['method: grid', 'method: grid\ncommand: ["--config=evil.py"]'] = 'would run Python'
 # W&B's agent runs whatever `command` says; a stranger's file does not do that here
@@ -125,9 +121,7 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
 
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
-    """From the first point to the table, where a run only writes its log: that of n_head=2 is stopped once
-    after it was evaluated, n_head=3 does not start, 4's loss is NaN. A point that is done is not taken again.
-    """
+    """n_head=2 is stopped once after its evaluation, 3 does not start, the loss of 4 is NaN."""
     taken = []
 
     def train(command):

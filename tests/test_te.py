@@ -69,7 +69,6 @@ def stand_in_te(monkeypatch):
     (Choice(backend='te', recipe='delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16)),
 ], ids=lambda given: getattr(given, 'recipe', ''))
 def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, stand_in_te):
-    """Without a State, each linear opens it by itself."""
     config = WIDE if choice.recipe == 'blockwise' else SMALL
     model, plain, calls = GPT(config, linear_factory(choice, Linear)), GPT(config), stand_in_te
     assert f'8 of 9 linears, {choice.recipe} (te)' in fp8.summary(model, choice)
@@ -103,7 +102,6 @@ def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in
 
 
 def test_a_te_that_does_not_load_is_told_from_one_that_is_not_there(monkeypatch):
-    """As on an H100, whose machine had a cuDNN of its own."""
     for raised, hint in (
             (OSError('/lib/libcudnn_cnn.so.9: undefined symbol: _ZTVN5cudnn'), 'LD_LIBRARY'),
             (ModuleNotFoundError("No module named 'transformer_engine'"), 'requirements-te.txt')):

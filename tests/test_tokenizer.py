@@ -122,7 +122,6 @@ def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
     ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
     ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
 def test_a_document_begins_as_the_tokenizer_begins_a_text(made_of, opening, small_gpt2, tmp_path):
-    """Or else EOT stands behind it."""
     one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
     documents, folder = ['a b', 'a text', 'end'], str(tmp_path)
     rows = [prepare_data.Texts(one, 'text').of_row({'text': text})[0] for text in documents]

@@ -46,15 +46,9 @@ def test_the_log_tells_what_ran(one_run):
     assert 'FP8 Training Enabled: 8 of 9 linears, tensorwise (native), bf16: lm_head\n' in fp8_out
     assert fp8_out.count('| FP8\n') == bf16_out.count('| BF16\n') == off_out.count('| BF16\n') == 10
     assert 'FP8 Training Off: by --no_fp8 or fp8_backend=off' in off_out
-    first, *_ = fp8_out.partition('\nstep ')
-    assert [line.split()[0] for line in first.splitlines()] == [
-        'model', 'device', 'data', 'batch', 'run', 'precision']
     [(_, intro)] = records(fp8, 'intro')    # the rest of the first lines
     for words in 'vocabulary 257 (padded to 320)', 'FLOPs', 'so no MFU', 'lm_head: the output head decides':
         assert words in '\n'.join(intro) and words not in fp8_out
-    line = next(line for line in fp8_out.splitlines() if line.startswith('step 3/10 '))
-    assert re.fullmatch(r'step 3/10 \| 30% \| \d\d:\d\d left \| loss \d\.\d{4} \| lr 2\.9e-03 \| '
-                        r'norm \d\.\d\d \| [\d,]+ tok/s \| FP8', line)
     assert [step for step, _ in records(fp8, 'val/loss')] == [0, 5, 10]
     assert all(0 <= share <= 1 for _, share in records(fp8, 'train/data_wait'))
     bits, nats = records(fp8, 'val/bits_per_byte')[-1][1], records(fp8, 'val/loss')[-1][1]
@@ -69,7 +63,6 @@ def test_the_log_tells_what_ran(one_run):
 
 
 def test_lockstep(one_run):
-    """With the FP8 script's FP8 off, the two scripts are the same run, bit for bit."""
     bf16, off = one_run(*BF16_RUN)[0], one_run(*OFF_RUN)[0]
     assert losses(off) == losses(bf16) and records(off, 'val/loss') == records(bf16, 'val/loss')
     assert equal(off / 'latest.pt', bf16 / 'latest.pt')
@@ -78,10 +71,12 @@ def test_lockstep(one_run):
 def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
     """A grad_clip of 0 is that of a limit which no gradient reaches. The second epoch begins with the first
     step that takes no window of the first."""
-    for clip in '0', '1e9', '0.01':
-        here('train.py', *tiny, f'--grad_clip={clip}', '--batch_size=64', '--n_layer=1', '--max_steps=16',
+    words = '--batch_size=64', '--n_layer=1', '--n_embd=16', '--lr_schedule=constant'
+    for clip, steps in (('0', 16), ('1e9', 4), ('0.01', 4)):
+        here('train.py', *tiny, *words, f'--grad_clip={clip}', f'--max_steps={steps}',
              f'--checkpoint_dir={tmp_path}/{clip}')
-    assert losses(tmp_path / '0') == losses(tmp_path / '1e9') != losses(tmp_path / '0.01')
+    found = [list(losses(tmp_path / clip).values())[:4] for clip in ('0', '1e9', '0.01')]
+    assert found[0] == found[1] != found[2]
     windows = (60_060 - 1) // 64        # 60 texts of 1,000 bytes, EOT before each
     assert records(tmp_path / '0', 'train/epoch') == [
         (step, (step - 1) * 64 // windows) for step in range(1, 17)]
@@ -105,7 +100,6 @@ def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny
 # ------------------------------------------------------------------------------------------ stops and resumes
 
 def test_resume_equals_no_interruption_and_bf16_reaches_no_fp8(one_run, tmp_path):
-    """With every optimizer, each of which learns."""
     found = "{'fp8gpt.fp8', 'plan', 'bench', 'torchao'} & sys.modules.keys()"
     forget = 'import forked\nforked.forget_our_modules()\nforked.set_bf16_units()'
     no_fp8 = runner(tmp_path, forget, f'assert not {found}, "FP8 was imported"')
@@ -165,7 +159,7 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
                 os.kill(os.getpid(), getattr(signal, way))
             return real(loader)
         monkeypatch.setattr(data.Loader, 'next', ask_in_step_3)
-        out = here('train.py', *tiny, '--max_steps=100000', f'--checkpoint_dir={folder}')
+        out = here('train.py', *tiny, '--n_layer=1', '--max_steps=100000', f'--checkpoint_dir={folder}')
         assert 'stopped at step 3, saved' in out, way
         assert read(folder / 'latest.pt')['step'] == 3
         assert not (folder / 'STOP').exists()
@@ -195,8 +189,8 @@ def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(here, tiny, tmp
                 asked.append(os.kill(os.getpid(), signal.SIGTERM))
             yield thing
     monkeypatch.setattr(runlog, 'bar', bar)
-    words = [*tiny, '--max_steps=6', '--eval_freq=4', '--sample_freq=4', '--hellaswag_freq=4',
-             '--checkpoint_freq=4', f'--data_dir={hellaswag_items(tmp_path, 40)}']
+    words = [*tiny, '--n_layer=1', '--max_steps=5', '--eval_freq=4', '--eval_tokens=512', '--sample_freq=4',
+             '--hellaswag_freq=4', '--checkpoint_freq=4', f'--data_dir={hellaswag_items(tmp_path, 9)}']
     here('train.py', *words, f'--checkpoint_dir={tmp_path}/whole')
     for what in 'validation', 'HellaSwag', 'sample':
         folder, asked[:] = tmp_path / what, [what]
@@ -286,8 +280,6 @@ def wait_for_step(directory, step, alive):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
-    """kill -9 after a checkpoint, --resume=auto: the end equals the undisturbed run's, and so does the
-    log."""
     flags = [*tiny, '--max_steps=60', '--checkpoint_freq=10', '--eval_freq=10']
     whole, broken = tmp_path / 'whole', tmp_path / 'broken'
     run(*FP8, *flags, f'--checkpoint_dir={whole}', fork=False)     # as the one that is killed
@@ -304,7 +296,6 @@ def test_killed_at_any_moment_the_rest_of_the_run_is_the_same(tiny, tmp_path):
 
 
 def test_a_second_run_does_not_bury_the_first(one_run, tiny, tmp_path, monkeypatch, capsys):
-    """It is refused before anything compiles."""
     folder = tmp_path / 'run'
     shutil.copytree(one_run(*BF16_RUN)[0], folder)
     before = contents(folder)
@@ -366,11 +357,9 @@ def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
 def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)     # as where it is not installed
     mistakes = [
-        (['--resume=latest'], 1, f'resume=latest: there is no {tmp_path}/run/latest.pt'),
         (['--resume=best'], 1, f'resume=best: there is no {tmp_path}/run/best_model.pt'),
         (['--resume=nowhere'], 1, 'resume=nowhere: there is no nowhere'),
         (['--use_wandb'], 1, 'use_wandb wants the package: `pip install wandb`'),
-        (['--warmup_steps=11'], 2, 'warmup_steps=11, but the run has 10 steps'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
         (['--init_from=/no/such/model'], 1, 'there is no such folder or checkpoint'),
         (['--lora_alpha=8'], 2, 'type --lora_rank, too'),
@@ -461,7 +450,6 @@ def test_list_checkpoints(one_run):
 # ------------------------------------------------------------------------------------------------------ ranks
 
 def test_ranks_agree(tiny, tmp_path):
-    """1 process x 4 micro-steps, 2 x 2 and 4 x 1 are the same run, to the rounding of fp32."""
     found = []
     for ranks in 1, 2, 4:
         flags = '--dtype=fp32', f'--gradient_accumulation_steps={4 // ranks}', '--max_steps=4'
@@ -498,12 +486,12 @@ def test_a_flipped_bit_in_a_shard_stops_all_ranks_by_name(tiny, tiny_data, tmp_p
 
 # ---------------------------------------------------------------------------------------------------- samples
 
-def test_samples(one_run, tmp_path):
+def test_samples(one_run, here, tmp_path):
     """Control characters of a text, which command a terminal, are escaped, unless --raw."""
     folder, _ = one_run(*FP8_RUN)
 
     def talk(*words):
-        return run('sample.py', f'--ckpt={folder}/latest.pt', '--max_new_tokens=40', *words).stdout
+        return here('sample.py', f'--ckpt={folder}/latest.pt', '--max_new_tokens=40', *words)
     out = talk('--prompt=def ')
     assert out.startswith(f'# {folder}/latest.pt: step 10, trained in fp8\ndef ')
     assert talk('--prompt=def ') == out

@@ -32,13 +32,11 @@ def cached_twice_and_not(choice, casts, monkeypatch, *built_otherwise):
 
 @pytest.mark.parametrize('backend, recipe', [('emulate', 'rowwise_gw_hp'), ('native', 'delayed')])
 def test_caching_changes_no_bit(backend, recipe, casts, monkeypatch):
-    """Whether or not blocks are recomputed: then a cast is cached from forward to backward."""
     cached_twice_and_not(on_a_cpu(backend, recipe), casts, monkeypatch, {'checkpoint_every': 1})
 
 
 @pytest.mark.slow
 def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, monkeypatch):
-    """Each piece is a whole graph, and the cached casts are its inputs."""
     counter, graphs = CompileCounterWithBackend('aot_eager'), []
 
     def built(*arguments):
@@ -61,7 +59,6 @@ def test_few_micro_steps_and_evaluation_cache_nothing(casts):
 
 
 def test_weights_are_cast_anew_after_a_step():
-    """Whichever State ends it."""
     model, first, optimizer = build(NATIVE)
     second, (plain, _, _) = fp8.State(model, NATIVE), build(NATIVE)
     first.weight_cache.new_step(fp8.FEWEST)
