@@ -58,12 +58,6 @@ from model import GPTConfig
 
 # ----------------------------------------------------------------------------------------------------- models
 
-def load(name, dtype=torch.bfloat16):
-    """Return the GPT of a Hugging Face model, a folder or org/name on the hub; dtype: see GPT. Raises what
-    pretrained.source does."""
-    return pretrained.model_of(pretrained.source(name), dtype=dtype)
-
-
 @contextlib.contextmanager
 def new_folder(path):
     """Yield a folder that is renamed to `path` at the end of the block; an error leaves no folder. Raises
@@ -211,7 +205,8 @@ if __name__ == '__main__':
                 say(f'PEFT loads these on a Hugging Face model: export {base} by `python hf.py export` and '
                       'name that folder as base_model_name_or_path in adapter_config.json')
         else:
+            merged = pretrained.with_merged_adapters(state)
             with new_folder(asked.out) as folder:
-                torch.save(pretrained.with_merged_adapters(state), f'{folder}/latest.pt')
+                files.write(f'{folder}/latest.pt', lambda file: torch.save(merged, file))
                 keep_files(os.path.dirname(files.checkpoint_of(asked.ckpt)) or '.', folder)
         say(f'{asked.command}d {asked.ckpt}, step {state["step"]}: {asked.out}')

@@ -136,7 +136,9 @@ else:
     # as in transformers, the text of a special token is that token here
     ids = [*opening, *tokenizer.encode(prompt, special=True).tolist()] or [tokenizer.eot]
     columns = (tokens.tolist() for tokens in continued(ids))    # max_new_tokens of num_samples
-    rows = ((column[0] for column in columns),) if num_samples == 1 else zip(*columns)
+    rows = [(column[0] for column in columns)]
+    if num_samples > 1:
+        rows = [*zip(*columns)] or [()] * num_samples
     for number, row in enumerate(rows, 1):
         print(f'--- {number}\n' * (num_samples > 1) + shown(prompt), end='', flush=True)
         for part in tokenizer.stream(until_stop(row), ids):

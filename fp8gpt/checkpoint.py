@@ -177,7 +177,8 @@ def read(path):
     problem = is_first_of_node() and damage(path)
     if problem:
         raise DataError(f'{path} is damaged, or no checkpoint ({problem}): in a run, --resume=latest takes '
-                        'the newest whole one; where there is none, --overwrite starts afresh')
+                        'the newest whole one; where there is none, --overwrite starts afresh; a Hugging '
+                        'Face model is named by its folder')
     try:
         state = _mapped(path)
         _check_parts(state)

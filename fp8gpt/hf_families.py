@@ -174,6 +174,8 @@ def read_config(theirs):
     ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)
+    if family is LLAMA and given.get('mlp_bias', False) != ours['bias']:
+        raise SettingError('biases of attention alone, or of the MLP alone, are not built: both or none are')
     attention, window = {*given.get('layer_types', ())}, theirs.get('sliding_window', 4096)
     slides = given.get('use_sliding_window') and ours['n_layer'] > given.get('max_window_layers', 0)
     if slides or family is MISTRAL:

@@ -150,12 +150,12 @@ def source(name):
     DataError, MachineError."""
     folder = fetch_files(name, SMALL_FILES)
     path = os.path.join(folder, 'config.json')
+    adapters = files.read_json(os.path.join(folder, 'adapter_config.json'))
+    if adapters:    # transformers adds them to the base, though the folder may hold the base's files, too
+        raise SettingError(f'{name} holds adapters in PEFT\'s format, of '
+                           f'{adapters.get("base_model_name_or_path")}: merge them by PEFT '
+                           '(merge_and_unload, save_pretrained), and name that folder')
     if not os.path.isfile(path):
-        adapters = files.read_json(os.path.join(folder, 'adapter_config.json'))
-        if adapters:
-            raise SettingError(f'{name} holds adapters in PEFT\'s format, of '
-                               f'{adapters.get("base_model_name_or_path")}: merge them by PEFT '
-                               '(merge_and_unload, save_pretrained), and name that folder')
         raise MissingError(f'{name} is no Hugging Face model: it has no config.json{files.checkpoints()}')
     theirs = files.read_json(path)
     if not theirs:
@@ -224,7 +224,8 @@ class Weights:
             try:
                 opened_file = safe_open(path, framework='pt')
             except (SafetensorError, OSError) as error:
-                raise DataError(f'{path} cannot be read ({str(error)[:100]})') from None
+                raise DataError(f'{path} cannot be read ({str(error)[:100]}): fetch it again, '
+                                'after a git clone by `git lfs pull`') from None
             for stored in opened_file.keys():   # OpenAI's file of GPT-2 leaves the body's name out
                 name = stored if stored.startswith(('lm_head.', body)) else body + stored
                 if not NO_WEIGHT.fullmatch(name):

@@ -368,7 +368,7 @@ def architecture(config, vocab_size, before):
             derived = name == 'ffn_dim' and not value
             if value != wanted and not derived and name != free:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
-                                   f'leave it out, or start a new run, {elsewhere(config)}')
+                                   f'leave it out, or start a run of another model, {elsewhere(config)}')
         return fixed
     if config['init_from'] in PRESETS:
         fields = dataclasses.asdict(PRESETS[config['init_from']])

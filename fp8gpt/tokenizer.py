@@ -301,7 +301,8 @@ def get_tokenizer(name, folder=''):
     found = fetch_files(name, [*FILES, TEMPLATES, 'config.json'])
     known = identity_of_folder(found)
     if not known:
-        raise MissingError(f'{name} has no tokenizer.json')
+        raise MissingError(f'{name} has no tokenizer.json, the only file of a tokenizer that is read here: '
+                           'AutoTokenizer.from_pretrained and save_pretrained of transformers write it')
     return TOKENIZERS[known]() if known in TOKENIZERS else PretrainedTokenizer(found)
 
 

@@ -282,6 +282,7 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(model_type='mistral', max_position_embeddings=4097), '(sliding_window=4096) is not'),
         ('llama', dict(quantization_config={'quant_method': 'gptq', 'bits': 4}), 'quant_method=gptq'),
         ('llama', dict(quantization_config={'weight_block_size': None}), 'weight_block_size=None'),
+        ('llama', dict(attention_bias=True), 'biases of attention alone, or of the MLP alone, are not built'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
         ('qwen2', dict(unused, use_sliding_window=False, max_window_layers=1), ''),
         ('qwen2', dict(unused, use_sliding_window=True, max_window_layers=2), ''),

@@ -144,7 +144,8 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
     assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
     shutil.copytree(folder, tmp_path / 'odd')
     change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1, min_p=0.1, num_beams=1)
-    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
+    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0', '--num_samples=2')
+    assert said.endswith('\n--- 1\n\n--- 2\n\n')
     for name in 'repetition_penalty=1.1', 'min_p=0.1':
         assert f'# {name} of generation_config.json is not built' in said
     assert 'num_beams' not in said
@@ -159,10 +160,14 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copy(tuned['whole'] / 'latest.pt', tmp_path)
     run('hf.py', 'save', f'--ckpt={tuned["adapters"]}/latest.pt', f'--out={tmp_path}/peft')
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'peft').chat_template == CHATML
+    shutil.copytree(folder, tmp_path / 'beside')
+    shutil.copy(tmp_path / 'peft/adapter_config.json', tmp_path / 'beside')
     make_tokenizer(tmp_path / 'base', words=[f'word{i}' for i in range(40)])
     flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
     for code, words, message in (
         (2, ['sample.py', f'--ckpt={tmp_path}/peft'], f"holds adapters in PEFT's format, of {folder}: merge"),
+        (2, ['sample.py', f'--ckpt={tmp_path}/beside'], f"adapters in PEFT's format, of {folder}"),
+        (1, ['sample.py', f'--ckpt={folder}/config.json'], 'a Hugging Face model is named by its folder'),
         (2, ['sample.py', '--system=Be brief.'], '--system belongs to --chat'),
         (2, ['sample.py', '--chat', '--num_samples=2'], 'num_samples=2: a chat has one answer to a turn'),
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--chat'], 'base: its tokenizer has no chat template'),

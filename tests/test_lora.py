@@ -295,7 +295,7 @@ def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):
         assert lora.start(GPT(GPT2), a_run)['base'] == wanted
 
 
-def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
+def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path, monkeypatch):
     merged, ckpt = f'{tmp_path}/merged', f'{runs}/bf16/latest.pt'
     out = run('hf.py', 'merge', f'--ckpt={ckpt}', f'--out={merged}').stdout
     assert out == f'merged {ckpt}, step 10: {merged}\n'
@@ -305,6 +305,10 @@ def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path):
     assert texts[0] == texts[1] != texts[2]
     code, message = refused('train.py', f'--resume={merged}', f'--checkpoint_dir={tmp_path}/run')
     assert code == 2 and f'--init_from={merged}/latest.pt starts a new run with its weights' in message
+    monkeypatch.setattr('torch.save', lambda *_: torch.ones(2).view(3))     # RuntimeError, as of a full disk
+    code, message = refused('hf.py', 'merge', f'--ckpt={ckpt}', f'--out={tmp_path}/again')
+    assert (code, 'again.' in message, 'is the disk full?' in message) == (1, True, True), message
+    assert not [*tmp_path.glob('again*')]
 
 
 def test_a_run_starts_from_adapters_and_their_base(runs, tiny, tmp_path):

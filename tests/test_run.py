@@ -111,7 +111,8 @@ def test_a_run_is_not_taken_on_over_data_that_nobody_typed(saved, tiny_data, tmp
         assert resolved(*words).folder == resolved(*words, '--dataset=fineweb_edu').folder == str(ours)
         refused('step_000005.pt is of a run with dataset=fineweb-edu, not theirs: --checkpoint_dir=._2 '
                 'trains elsewhere, --dataset=theirs takes', *words, 'theirs.py')
-        refused('has n_layer=1: leave it out, or start a new run, --checkpoint_dir=._2', *words, 'deep.py')
+        refused('has n_layer=1: leave it out, or start a run of another model, --checkpoint_dir=._2',
+                *words, 'deep.py')
         assert resolved(*words, 'theirs.py', '--dataset=theirs').folder == str(theirs)
     assert resolved(*start, 'theirs.py', f'--resume={path}').folder == str(theirs)    # that file was typed
     (tmp_path / '._2').mkdir()
