@@ -309,8 +309,9 @@ class Plan:
 
     def launched_share(self):
         """Return the share of micro-steps that the host launches, since no CUDA graph replays them: those in
-        which DDP reduces gradients; all with shards, or on examples, on which adapters mostly train."""
-        if self.shards > 1 or self.frozen or not (self.run.compiled and self.run.config['cuda_graphs']):
+        which DDP reduces gradients; all with shards, or on examples."""
+        replays = self.run.compiled and self.run.config['cuda_graphs'] and not self.run.of_examples
+        if self.shards > 1 or not replays:
             return 1.0
         return (self.gpus > 1) / self.length.micro_steps
 
@@ -410,6 +411,12 @@ def all_plans(run, gpu, length, gpus, network):
     if gpu.fp8:
         sharded, options = gpus > 1 and run.config['sharding_mode'] != 'ddp', fp8.Options.of(run.config)
         recipe, tokens = options.recipe.removeprefix(fp8.FIRST), run.batch_size * run.config['block_size']
+        needed = fp8.RECIPES[recipe].capability if recipe in fp8.RECIPES else ()
+        if gpu.capability < needed:
+            if recipe == options.recipe:
+                raise fp8.OptionError(f'the recipe {recipe} needs a GPU of compute capability '
+                                      f'{needed[0]}.{needed[1]}, which {gpu.name} lacks: name another --gpu')
+            recipe = 'auto'
         place = fp8.Place(torch.device('cuda'), tokens, run.compiled)
         choice = fp8.Choice.of(dataclasses.replace(options, recipe=recipe, sharded=sharded), 'native', place)
         try:

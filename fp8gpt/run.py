@@ -43,7 +43,8 @@ class Run:
     Hugging Face model whose weights the model starts with, see pretrained.base, or None. resumed: the
     checkpoint that the run resumes from, or None; it is the source too, unless it holds adapters alone.
     notes: lines for the log about replaced settings and shards from elsewhere. data: what shards.check
-    returns."""
+    returns. of_examples: whether it trains on examples, as far as the dataset's name says before it is
+    prepared; no CUDA graph replays micro-steps of examples, whose masks differ."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -55,6 +56,7 @@ class Run:
     resume_path: str | None
     notes: list
     data: dict
+    of_examples: bool
 
     @classmethod
     def of(cls, config, device, data_required=True):
@@ -91,7 +93,8 @@ class Run:
         config['run_name'] = name_of_run(config)
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
-                  resumed=resumed, resume_path=resume_path, notes=notes, data=contents)
+                  resumed=resumed, resume_path=resume_path, notes=notes, data=contents,
+                  of_examples=bool(meta.get('template') if meta else shards.has_examples(config['dataset'])))
         if resumed and resumed.get('measured_on') not in (None, run.measured_on):
             resumed['best_val_loss'] = None
         return run

@@ -66,6 +66,11 @@ ALIASES = {row['hub']: name for name, row in DATASETS.items() if 'hub' in row}
 ALIASES['tinyshakespeare'] = 'shakespeare'
 
 
+def has_examples(name):
+    """Return whether a dataset that is not prepared yet, or a file of rows, has examples to fine-tune on."""
+    return isfile(name) or 'columns' in DATASETS.get(dataset_name(name), ())
+
+
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
     fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats_1a2b3c4d, by its content, so
