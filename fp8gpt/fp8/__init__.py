@@ -443,9 +443,7 @@ def summary(model, choice):
     ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
     said = {getattr(module, 'about', ours): None for module in fp8_linears(model).values()}
     line += ' and '.join(f'{recipe} ({backend})' for recipe, _, backend in said) + choice.instead
-    if plain and choice.head:  # the user asked for the head, so the reason matters in the first line, too
-        line += f', bf16: {others}'
-    elif plain:
+    if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += f'\n          {" and ".join(format for _, format, _ in said)}'
     line += f', margin {choice.margin}' * bool(choice.margin)
