@@ -291,8 +291,9 @@ def check(folder, vocab_size=2**32, trust=True):
     meta = read_meta(folder)
     expected = listed(meta)
     noted, found, contents = {}, {}, {}
-    with contextlib.suppress(OSError):
-        noted = read_json(CHECKED)
+    with contextlib.suppress(OSError, TypeError):       # of values that this code does not write
+        cache = read_json(CHECKED)
+        noted = {stamp: pair for stamp, pair in cache.items() if [*map(type, pair)] == [int, int]}
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
         seen = os.stat(path)
