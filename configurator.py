@@ -570,7 +570,7 @@ def configure(path, argv=None, positional=None, nearby=()):
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
     if unknown:
-        raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
+        raise SettingError(f'{"; ".join(unknown[:5])}; --help lists what there is')
     return Config(script, [files, flags], stem)
 
 

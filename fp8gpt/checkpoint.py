@@ -66,8 +66,9 @@ def step_path(directory, step):
 
 def files_in(directory):
     """Return the paths of a directory's *.pt, by name; none where there is no directory. Some may be no
-    files."""
-    return sorted(glob.glob(f'{glob.escape(directory)}/*.pt'))
+    files. Raises OSError for a directory that cannot be read."""
+    names = sorted(os.listdir(directory)) if isdir(directory) else ()
+    return [join(directory, name) for name in names if name.endswith('.pt')]
 
 
 def steps_in(directory):

@@ -210,7 +210,7 @@ def find_dataset(config):
     """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
     the command that prepares it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
-    if not glob('*.bin', root_dir=folder):
+    if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
         asked, name, texts = config['dataset'], dataset_name(config['dataset']), []
         if asked.endswith(ROWS):
             texts = [f'--data_files={asked}']

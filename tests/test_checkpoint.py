@@ -467,6 +467,9 @@ def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
     monkeypatch.setattr('builtins.open', lambda path, *rest, **more: refuse(path))
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         files.read_json(__file__)       # not {}, as of a dataset that is to be prepared again
+    monkeypatch.setattr(os, 'listdir', refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        find('auto', folder)            # not the file of an older step, or none
 
 
 def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
