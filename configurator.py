@@ -172,7 +172,7 @@ def _end_in_one_line(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
     print(f'{bar}error: {printable(line, breaks="")}', file=sys.__stderr__)
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+    if os.environ.get('WORLD_SIZE', '1') != '1':
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
     sys.exit(code)
@@ -286,6 +286,8 @@ class Setting:
             found = self.number(text)
         elif on_off in self.words:
             found = on_off
+        elif not isinstance(value, (str, int, float, os.PathLike)):
+            pass        # a list of a .py config
         elif text in self.words or not self.words and (text or not self.default):
             found = text if os.path.exists(text) else RENAMED.get(text, text)
         elif self.bounds and text.isdecimal() and self.number(text) is not None:
@@ -416,10 +418,11 @@ def read_yaml(path):
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node, deep=False):
-            names = [name.value for name, _ in node.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise yaml.YAMLError(f'{name} stands there twice')
+            names = set()
+            for name, _ in node.value:
+                if name.value in names:
+                    raise yaml.YAMLError(f'{name.value} stands there twice')
+                names.add(name.value)
             return super().construct_mapping(node, deep)
 
         def construct_scalar(self, node):
@@ -567,7 +570,7 @@ def configure(path, argv=None, positional=None, nearby=()):
             raise SettingError(f'what is {word!r}? Settings are --name=value; '
                                'config files end in .py or .yaml')
     if unknown:
-        raise SettingError(f'{"; ".join(unknown)}; --help lists what there is')
+        raise SettingError(f'{"; ".join(unknown[:5])}; --help lists what there is')
     return Config(script, [files, flags], stem)
 
 

@@ -104,9 +104,10 @@ def read_sweep(path, sweep):
     for name, given in sweep['parameters'].items():
         given = given if isinstance(given, dict) else {}
         values = [given['value']] if 'value' in given else given.get('values')
-        if name in PLACES or not isinstance(values, list) or not values:
-            raise SettingError(f'{path}: {name} has neither a list of `values:` nor a `value:`, or the sweep '
-                               f'sets it; a distribution {BY_WANDB}')
+        is_list = isinstance(values, list) and (values == [None] or {*map(type, values)} == {str})
+        if name in PLACES or not is_list:
+            raise SettingError(f'{path}: {name} has neither a list of `values:`, each a number or a text, '
+                               f'nor a `value:`, or the sweep sets it; a distribution {BY_WANDB}')
         if len(values) > 1:
             axes[name] = values
         elif values[0] is not None:

@@ -65,8 +65,10 @@ def step_path(directory, step):
 
 
 def files_in(directory):
-    """Return the paths of a directory's *.pt, by name; none where there is no directory."""
-    return sorted(filter(isfile, glob.glob(f'{glob.escape(directory)}/*.pt')))
+    """Return the paths of a directory's *.pt, by name; none where there is no directory. Some may be no
+    files. Raises OSError for a directory that cannot be read."""
+    names = sorted(os.listdir(directory)) if isdir(directory) else ()
+    return [join(directory, name) for name in names if name.endswith('.pt')]
 
 
 def steps_in(directory):
@@ -90,7 +92,7 @@ def _all_steps(directory):
 
 
 def _links_in(directory):
-    return [*filter(isfile, (join(directory, name) for name in ('best_model.pt', 'latest.pt')))]
+    return [*filter(lexists, (join(directory, name) for name in ('best_model.pt', 'latest.pt')))]
 
 
 # ------------------------------------------------------------------------------------------------------- save
@@ -182,6 +184,9 @@ def read(path):
     try:
         state = _mapped(path)
         _check_parts(state)
+        its_name, name = step_path('', state['step']), basename(path)
+        if re.fullmatch(r'step_\d+\.pt', name) and name != its_name:
+            raise ValueError(f'it is of step {state["step"]}: rename it {its_name}')
     except Exception as error:  # torch raises many kinds for another program's file
         problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
@@ -196,23 +201,36 @@ def read(path):
 
 
 def _mapped(path):
-    """Return the content of a file, its tensors mapped. Its code is not run. Raises any error of torch."""
+    """Return the content of a file, its tensors mapped. Its code is not run. Raises ValueError for what is no
+    file, or compressed, and any error of torch."""
+    if problem := _unfit(path):
+        raise ValueError(problem)
     return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+
+
+def _unfit(path):
+    """Return why a file is not opened, as a clause; None for a zip of stored entries. Raises zipfile's
+    errors."""
+    if not isfile(path):
+        return 'it is no file'      # a pipe would be waited for
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type for entry in archive.infolist()):
+            return 'it is compressed'       # torch stores; a stranger's 6 MB may grow to 6 GB
 
 
 def damage(path):
     """Return what is wrong with a checkpoint's file, as a clause; None where its checksums are right. A file
     that has not changed is read once. Raises DataError where it cannot be read: it may be whole."""
-    about = os.stat(path)
+    about = os.lstat(path)
     return _damage(path, about.st_size, about.st_mtime_ns)
 
 
 @functools.cache
 def _damage(path, size, changed):
     try:
+        if problem := _unfit(path):
+            return problem
         with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type for entry in archive.infolist()):
-                return 'it is compressed'       # torch stores; a stranger's 6 MB may grow to 6 GB
             bad = archive.testzip()
     except Exception as error:  # zipfile's own, zlib's, ...: as the damage has it
         _raise_if_unreadable(path, error)
@@ -267,6 +285,9 @@ def _check_values(state):
     for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
+    size = state['config'].get('block_size', 1)
+    if type(size) is not int or not 0 < size < MOST:
+        raise ValueError('its block_size is no number of tokens')
     texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
     if not all(map(str.isprintable, texts)):    # they are printed, in a line
         raise ValueError('its tokenizer, precision or base is no line of text')

@@ -58,7 +58,11 @@ def init(device='auto'):
         torch.cuda.set_device(device)
         backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU
     if world_size > 1:
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except (RuntimeError, ValueError) as error:
+            at = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
+            raise MachineError(f'rank {rank} finds no rank 0 at {at} ({first_line(error)})') from None
     return Ranks(rank, world_size, torch.device(device))
 
 
@@ -251,7 +255,7 @@ def finish_all(works, must, sharded=False):
             _smallest_of_fine_ranks(0)
         except Stopped:
             if is_rank_0():
-                print('asked to stop: the evaluation or sample under way is left out', flush=True)
+                say_in_run('asked to stop: the evaluation or sample under way is left out')
             return False
         except Failed:
             pass
@@ -260,9 +264,17 @@ def finish_all(works, must, sharded=False):
                 raise
             rank = dist.get_rank() if dist.is_initialized() else 0
             if smallest_of_ranks(-2 - rank) == -2 - rank:
-                say(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
-                    f'{first_line(error)}')
+                say_in_run(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
+                           f'{first_line(error)}')
     return True
+
+
+def say_in_run(*lines):
+    """Print lines. A stdout that is closed or full does not end the run."""
+    try:
+        say(*lines)
+    except OSError:
+        sys.stdout = open(os.devnull, 'w', errors='replace')
 
 
 # ------------------------------------------------------------------------------------------------ DDP, FSDP2

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fp8gpt import files, shards
 from configurator import (
     HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say)
-from fp8gpt.distributed import is_rank_0, until_asked
+from fp8gpt.distributed import is_rank_0, say_in_run, until_asked
 from fp8gpt.gpus import device_name, gpu_of
 
 # ------------------------------------------------------------------------------------------------ the console
@@ -218,11 +218,8 @@ class RunLog:
             self.profiler.step()
 
     def say(self, *lines):
-        """Print lines on rank 0. A stdout that is closed or full does not end the run."""
-        try:
-            say(*lines if self.main else ())
-        except OSError:
-            sys.stdout = open(os.devnull, 'w', errors='replace')
+        """Print lines on rank 0."""
+        say_in_run(*lines if self.main else ())
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
@@ -352,8 +349,9 @@ class RunLog:
         latest, best_model = f'{folder}/latest.pt', f'{folder}/best_model.pt'
         best = files.read_json(join(self.config['checkpoint_dir'], 'best_model.json'))
         ckpt = best_model if best.get('step', step) != step else latest
-        if best:
-            self.say(f'best: {best_model} is step {best["step"]}, val loss {best["best_val_loss"]:.4f}')
+        loss = best.get('best_val_loss')
+        if isinstance(loss, float):     # the file may be anybody's
+            self.say(f'best: {best_model} is step {best.get("step")}, val loss {loss:.4f}')
         else:
             self.say('WARNING: no validation loss was below that of the start: a lower --max_lr may help')
         template, words = shards.read_meta(self.run.folder).get('template') or '', ''
@@ -447,9 +445,12 @@ class RunCurves:
 
 
 def values_by_step(records, key):
-    """Return {step: value} of a key of a log's records. A value may be NaN, as text, and a log anybody's."""
+    """Return {step: value} of a key of a log's records. A value may be NaN, as text, and a log anybody's:
+    finite values of 1e30 and more, of which no picture can be drawn, are left out."""
     values = {}
     for record in records:
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            values[record['step']] = float(record[key])
+            value = float(record[key])
+            if not 1e30 <= abs(value) < math.inf:
+                values[record['step']] = value
     return values

@@ -215,7 +215,7 @@ def find_dataset(config):
     """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
     the command that prepares it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
-    if not glob('*.bin', root_dir=folder):
+    if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
         asked, name, texts = config['dataset'], dataset_name(config['dataset']), []
         if asked.endswith(ROWS):
             texts = [f'--data_files={asked}']
@@ -296,8 +296,9 @@ def check(folder, vocab_size=2**32, trust=True):
     meta = read_meta(folder)
     expected = listed(meta)
     noted, found, contents = {}, {}, {}
-    with contextlib.suppress(OSError):
-        noted = read_json(CHECKED)
+    with contextlib.suppress(OSError, TypeError):       # of values that this code does not write
+        cache = read_json(CHECKED)
+        noted = {stamp: pair for stamp, pair in cache.items() if [*map(type, pair)] == [int, int]}
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
         path = join(folder, file)
         seen = os.stat(path)

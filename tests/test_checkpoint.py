@@ -413,6 +413,7 @@ MISFITS = {
     ('fp8_state',): [[1]],
     ('fp8_choice',): [['native'], {'fp8_backend': 'native'}],
     ('config', 'param_dtype'): ['bf16'],
+    ('config', 'block_size'): ['8', 8.5, -8],
     ('model_config', 'n_layer'): [10**9],
     ('model_config', 'n_head'): [3],
     ('model_config', 'mlp'): ['relu'],
@@ -435,6 +436,11 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
             if not re.fullmatch(f'{path} is .*no checkpoint.*', str(refusal)):
                 wrong.append((what, str(refusal)))
     assert wrong == [] and not (tmp_path / 'ran').exists()
+    renamed = tmp_path / 'step_000009.pt'       # a run would take its step for saved there
+    renamed.write_bytes(saved(state(1)))
+    with pytest.raises(DataError, match='it is of step 1: rename it step_000001.pt'):
+        read(str(renamed))
+    renamed.unlink()
     path.write_bytes(changed['precision', 'name', 'fp8\nerror: fake'])
     assert 'fp8\\nerror: fake' in table(str(tmp_path))[0]
 
@@ -461,6 +467,9 @@ def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
     monkeypatch.setattr('builtins.open', lambda path, *rest, **more: refuse(path))
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         files.read_json(__file__)       # not {}, as of a dataset that is to be prepared again
+    monkeypatch.setattr(os, 'listdir', refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        find('auto', folder)            # not the file of an older step, or none
 
 
 def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
@@ -470,6 +479,7 @@ def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
     start = time.perf_counter()
     with pytest.raises(DataError, match='it is compressed'):
         read(path)
+    assert table(folder) == [f'{path}  cannot be read'] and not checkpoint.is_ours(path)
     assert time.perf_counter() - start < 0.1
 
 
@@ -482,7 +492,12 @@ def test_what_is_no_file_is_not_waited_for(folder, tmp_path):
     for name in ('latest.pt', 'step_000001.pt'):
         with pytest.raises(UserError, match=f'there is no checkpoint .*{name}'):
             read(str(tmp_path / name))
-    assert table(str(tmp_path)) == [f'no checkpoints in {tmp_path}']
+    paths = [f'{tmp_path}/{name}' for name in ('latest.pt', 'step_000001.pt')]
+    assert table(str(tmp_path)) == [f'{path}  cannot be read' for path in paths]
+    with pytest.raises(SettingError, match='holds an earlier run'):     # it would take that step for saved
+        start(str(tmp_path))
+    start(str(tmp_path), overwrite=True)
+    assert {f'{path}.damaged' for path in paths} <= {*map(str, tmp_path.iterdir())}
     save(f'{folder}/run', state(5), keep=0)
     os.mkfifo(f'{folder}/run/best_model.pt')
     assert read(f'{folder}/run/latest.pt')['step'] == 5

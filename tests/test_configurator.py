@@ -110,6 +110,7 @@ IN_FILES = [
     ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
     ('x.py', 'steps = 10**5000', 'x.py: steps wants a whole number, not one of thousands of digits'),
     ('x.py', 'rate = [-10**5000]', 'x.py: rate wants a number, not one of thousands of digits'),
+    ('x.py', 'directory = ["a"]', "x.py: directory wants a name or a path, not ..a"),
     ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
@@ -359,6 +360,7 @@ ENDS = {
     'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
+    '__import__("os").environ["WORLD_SIZE"] = "two"; raise SettingError("so")': (2, 'error: so\n'),
     '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
     # a programmer's mistake keeps its traceback
     'raise OSError("so")': (1, 'Traceback'),

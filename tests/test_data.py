@@ -8,6 +8,7 @@ import itertools
 import json
 import operator
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         reads.clear()
         check(str(prepared), 257, trust)
         assert sum(reads) == read
-    for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}':
+    odd = json.dumps(dict.fromkeys(json.loads(notes.read_text()), 'ab'))
+    for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}', odd:
         notes.write_text(text)
         check(str(prepared))
     notes.unlink()
@@ -146,6 +148,13 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
     assert os.listdir(prepared) == before       # which may be a stranger's
     with pytest.raises(SettingError, match='has token 256, outside the vocabulary of 256 tokens'):
         check(str(prepared), 256)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(prepared, monkeypatch):
+    monkeypatch.setattr(os, 'listdir', mock.Mock(side_effect=PermissionError))
+    config = {'dataset': str(prepared), 'split_name': '', 'tokenizer': 'byte', 'data_dir': 'data'}
+    with pytest.raises(PermissionError):
+        shards.find_dataset(config)
 
 
 def test_a_pipe_is_no_file_and_is_not_waited_for(prepared):

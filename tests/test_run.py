@@ -252,6 +252,9 @@ def test_an_environment_that_torchrun_has_not_made_is_refused(monkeypatch):
         with monkeypatch.context() as context, pytest.raises(SettingError, match='start several by torchrun'):
             context.setenv(name, value)
             distributed.init('cpu')
+    monkeypatch.setenv('MASTER_PORT', '99999')
+    with pytest.raises(MachineError, match='rank 1 finds no rank 0 at a:99999 '):
+        distributed.init('cpu')
     for name in 'RANK', 'WORLD_SIZE', 'MASTER_ADDR':
         with monkeypatch.context() as context, pytest.raises(SettingError, match='start several by torchrun'):
             context.delenv(name)

@@ -12,7 +12,7 @@ import torch
 from fp8gpt import files, gpus, runlog
 from fp8gpt.run import few_steps_line
 from conftest import run
-from fp8gpt.distributed import Ranks
+from fp8gpt.distributed import Ranks, finish_all
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')
@@ -89,6 +89,8 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
     assert figures(tmp_path / name / 'log.jsonl') == [*range(1, 30)]
     for name, error in {'head': BrokenPipeError(errno.EPIPE, 'Broken pipe'), 'full': FULL}.items():
         log = opened(tmp_path / name)
+        monkeypatch.setattr(sys, 'stdout', refusing(error))
+        assert finish_all([mock.Mock(side_effect=KeyError, __name__='sample')], [])
         monkeypatch.setattr(sys, 'stdout', refusing(error))
         log.say('a line', 'another')
         log.scalars(1, train_loss=1.)

@@ -90,6 +90,8 @@ NO_GRID = {
     ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
     ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
     ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
+    ('{values: [0.001, 1e-2]}', '{values: [0.001, null]}'): 'each a number or a text',
+    ('{values: [0.001, 1e-2]}', '{values: [[1], [2]]}'): 'each a number or a text',
     ('max_lr:', 'overwrite:'): 'the sweep sets it',
     ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
     ('program: train.py', 'command: ${program} ${args}'): 'command: ${program} ${args} is refused: it may',

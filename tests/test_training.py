@@ -135,6 +135,8 @@ def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, 
     assert read(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
     state = read(tmp_path / 'a' / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
+    (tmp_path / 'a' / 'best_model.json').write_text('{"best_val_loss": "low"}')     # not ours
+    here('train.py', '--resume=latest', '--max_steps=12', '--max_lr=1', f'--checkpoint_dir={tmp_path}/a')
     out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}/b')
     assert 'WARNING: no validation loss was below that of the start' in out
     assert f'next: python sample.py --ckpt {tmp_path}/b/latest.pt' in out
