@@ -81,6 +81,7 @@ HASHED = 2**26  # bytes of local files whose content is compared, too; of more, 
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
 GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
+BETWEEN_ROWS = re.compile(r'[\s,]*')
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
@@ -194,18 +195,23 @@ def object_of(pairs):
 
 
 def rows_of_json(text):
-    """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one."""
-    text = ''.join(text)
+    """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one. Of a
+    list that is cut short, the whole rows come before the error."""
+    text = ''.join(text).strip() or '[]'
+    decoder, end = json.JSONDecoder(object_pairs_hook=object_of), 1
     try:
-        rows = json.loads(text if text.strip() else '[]', object_pairs_hook=object_of)
+        rows = decoder.decode(text)
     except json.JSONDecodeError as error:
-        if error.msg != 'Extra data' or text.lstrip().startswith('['):
+        while text.startswith('['):     # it raises an error
+            row, end = decoder.raw_decode(text, BETWEEN_ROWS.match(text, end).end())
+            yield row
+        if error.msg != 'Extra data':
             raise
         yield from rows_of_jsonl([text])
         return
     if isinstance(rows, dict):
         data = rows.get('data')
-        rows = data if isinstance(data, list) else [rows]
+        rows = data if isinstance(data, list) and isinstance([*data, 0][0], dict) else [rows]
     yield from rows if isinstance(rows, list) else [rows]
 
 
@@ -479,6 +485,10 @@ def find_source(config, name, known):
     file at a URL is fetched if it is not there. Raises SettingError for what is no dataset, DataError where
     another file is in the place of that at a URL."""
     asked, patterns = config['dataset'], config['data_files']
+    try:
+        ''.encode(config['encoding'] or 'utf-8')
+    except LookupError as error:
+        raise SettingError(f'encoding={config["encoding"]}: {error}') from None
     if name and patterns:
         return find_files(patterns), 'local files'
     if config['encoding']:

@@ -269,10 +269,10 @@ class Examples:
             spans = [span for span in spans if clean[slice(*span)].strip()]
         return [*spans[:-1], *((first, last) for first, _ in spans[-1:])]
 
-    def _stop(self, clean, end):
+    def _stop(self, clean, end, limit=sys.maxsize):
         """Return the match in the text `clean` of the stop that ends the turn of an answer whose words end at
-        `end`, or None where the template writes none."""
-        found = self.marks.search(clean, end)
+        `end`, or None where the template writes none before `limit`, where the next message is."""
+        found = self.marks.search(clean, end, limit)
         is_stop = found and self.tokenizer.library.token_to_id(found[0]) in self.tokenizer.stops
         return found if is_stop else None
 
@@ -346,8 +346,11 @@ class Examples:
         only where it removes those of all. Raises DataError where a call is not whole."""
         whole, clean, generated = texts
         spans, are_bare, before = [], [], 0
-        for message, (start, end) in zip(filter(is_target, messages), written):
-            stop, calls = self._stop(clean, end), message.get('tool_calls', ())
+        last_words = '' if is_target(messages[-1]) else messages[-1]['content'].strip()
+        after = whole.rfind(last_words, written[-1][1])
+        limits = [*(start for start, _ in written[1:]), after if after >= 0 else len(whole)]
+        for message, (start, end), limit in zip(filter(is_target, messages), written, limits):
+            stop, calls = self._stop(clean, end, limit), message.get('tool_calls', ())
             # to the stop, if the template writes one, or to the end of what it marks
             last = stop.end() if stop else max([end, *(to for first, to in generated if first < end)])
             if not all(name in whole[start:last] for name in names_of(calls)):

@@ -179,7 +179,7 @@ class PretrainedTokenizer:
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
-        end = self.special.match(text.rpartition('Here.')[2].lstrip())
+        end = self.special.search(text.rpartition('Here.')[2])
         ends = [*ends, self.library.token_to_id(end[0])] if end else ends
         self.stops = tuple(dict.fromkeys(ends))
         around = {*self.special.findall(text), *map(self.library.id_to_token, ends)}
@@ -247,10 +247,11 @@ def _any_of(texts):
 
 def one_template(templates):
     """Return a chat template, or None, of transformers' one or several, which have names. As there, `default`
-    writes a chat, and `tool_use`, where there is one, a chat with tools."""
+    writes a chat, and `tool_use`, where there is one, a chat with tools. What is no text is no template."""
     if not isinstance(templates, dict):
-        return templates
-    default, tool_use = map(templates.get, ('default', 'tool_use'))
+        templates = {'default': templates}
+    named = {name: text for name, text in templates.items() if isinstance(text, str)}
+    default, tool_use = map(named.get, ('default', 'tool_use'))
     if not (default and tool_use):
         return default
     both = [text.removesuffix('\n') for text in (tool_use, default)]    # as Jinja does at a template's end

@@ -191,11 +191,13 @@ def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
     found = targets(tokenizer, *example(tokenizer, template, again))
     assert found == [
         call, '[TOOL_CALLS] [{"arguments": {"city": "Rome"}, "name": "weather"}]<|end|>', ' Sunny.<|end|>']
-    for changed, said in (
-            (template.replace("']' + eos_token", "']'"), 'writes no stop after the calls'),
-            (template.replace("'[TOOL_CALLS] [' + ", ''), 'does not show where a call begins')):
+    endless, calls = template.replace("']' + eos_token", "']'"), CHATS['calls']
+    for changed, chat, said in (
+            (endless, calls[:3], 'writes no stop after the calls'),
+            (endless, calls, 'writes no stop after the calls'),     # the stop is that of the next answer
+            (template.replace("'[TOOL_CALLS] [' + ", ''), calls[:3], 'does not show where a call begins')):
         with pytest.raises(DataError, match=said):
-            example(tokenizer, changed.replace('| tojson', '.name'), CHATS['calls'][:3])
+            example(tokenizer, changed.replace('| tojson', '.name'), chat)
 
 
 def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
@@ -286,6 +288,9 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     words = '{% for m in messages %}{{ m.content }}{% endfor %}'
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
+    once = bare.replace('{% if add', '{{ eos_token }}{% if add')       # one stop, at the end of the chat
+    for chat, wanted in ((CHAT[1:], ['It is 4.', 'Four, \U0001f642.\n<|end|>']), (CHAT[1:4], ['It is 4.'])):
+        assert targets(get_tokenizer(chat_folder), *example(get_tokenizer(chat_folder), once, chat)) == wanted
 
 
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):

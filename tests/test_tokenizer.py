@@ -153,6 +153,10 @@ def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
     assert ends(str(folder)) == (2, 3, (3, 1))
     beyond = [10**6, -1, True]      # of a model with more tokens, or of nothing
     assert ends(make_tokenizer(folder, generation={'eos_token_id': [*beyond, 3]})) == (BEGIN, END, (END, 3))
+    closing = "{% for m in messages %}{{ m.content + '</said><|end_of_turn|>' }}{% endfor %}"
+    assert ends(make_tokenizer(folder, chat_template=closing)) == (BEGIN, END, (END, 3))
+    for odd in 5, {'default': 5}:
+        assert get_tokenizer(make_tokenizer(folder, chat_template=odd)).chat_template is None
     (folder / 'tokenizer_config.json').unlink()
     for ids in beyond, None:
         (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': ids}))
