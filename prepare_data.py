@@ -81,7 +81,7 @@ HASHED = 2**26  # bytes of local files whose content is compared, too; of more, 
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
 PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
 GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
-BETWEEN_ROWS = re.compile(r'[\s,]*')
+BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
@@ -198,14 +198,15 @@ def rows_of_json(text):
     """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one. Of a
     list that is cut short, the whole rows come before the error."""
     text = ''.join(text).strip() or '[]'
-    decoder, end = json.JSONDecoder(object_pairs_hook=object_of), 1
+    decoder, end = json.JSONDecoder(object_pairs_hook=object_of), 0
     try:
         rows = decoder.decode(text)
     except json.JSONDecodeError as error:
-        while text.startswith('['):     # it raises an error
-            row, end = decoder.raw_decode(text, BETWEEN_ROWS.match(text, end).end())
+        while before := BEFORE_ROW.match(text, end):
+            row, end = decoder.raw_decode(text, before.end())
             yield row
-        if error.msg != 'Extra data':
+        # a row a line: two are "extra data"; or the first line is wrong
+        if end or error.msg != 'Extra data' and '\n{' not in text:
             raise
         yield from rows_of_jsonl([text])
         return

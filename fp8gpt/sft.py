@@ -192,13 +192,13 @@ class Examples:
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
-        label = row.get('label')
-        if str(label).lower() == 'false':
+        label = str(row.get('label')).lower()
+        if label == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
         if not self.template and isinstance(row.get(self.columns[0]), list):
             raise DataError('its prompt is a list of messages, which --template=chat takes')
         document = self.document(*conversation(row, self.columns))
-        if document and str(label).lower() not in ('true', 'none'):
+        if document and label not in ('true', 'none'):
             document[2]['notes'].append('have a label that is neither true nor false, which is not used')
         return document
 

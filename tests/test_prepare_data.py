@@ -308,6 +308,9 @@ def test_a_row_that_cannot_be_read_stops_no_other(tmp_path, name, form, bad, sai
     found = list(prepare_data.rows_of_file(f'{tmp_path}/{name}', None))
     assert [i for i, row in enumerate(found) if isinstance(row, DataError)] == [39]
     assert said in str(found[39]) and found[40:80] == [{'text': 'one'}] * 40
+    (tmp_path / 'lines.json').write_text('{"text": \n' + '{"text": "one"}\n' * 9)
+    first, *found = prepare_data.rows_of_file(f'{tmp_path}/lines.json', None)
+    assert isinstance(first, DataError) and found == [{'text': 'one'}] * 9
 
 
 def test_characters_and_line_ends_between_parts_are_whole(tmp_path, monkeypatch):
@@ -619,6 +622,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}spoilt.txt', 1, ['spoilt.txt, byte 3: not utf-8 (', ', though the text before it is']),
     (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated', 'cut short or damaged, fetch or write']),
     (f'{MINE}cut.json', 1, ['cut.json, after 5 rows: ', 'line 18 column 9', 'where it is cut short']),
+    (f'{MINE}comma.json', 1, ["comma.json, after 1 rows: Expecting ',' delimiter: line 2"]),
     (f'{MINE}short.csv', 1, ['short.csv, row 2: it has not as many fields']),
     (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
     (f'{MINE}twice.parquet', 1, ['twice.parquet, after 0 rows: its header names a column twice (']),
@@ -661,6 +665,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     packed = pack(tmp_path / 'whole.txt.gz', LINES.encode()).read_bytes()
     (tmp_path / 'cut.txt.gz').write_bytes(packed[:len(packed) // 2])
     (tmp_path / 'cut.json').write_text(json.dumps([{'text': 'one'}] * 6, indent=1)[:-12])
+    (tmp_path / 'comma.json').write_text('[{"text": "one"}\n{"text": "two"}]')
     (tmp_path / 'short.csv').write_text('id,text\n1,one\ntwo\n')
     (tmp_path / 'twice.csv').write_text('text,text\none,two\n')
     pq.write_table(pa.table([['one'], ['two']], names=['text', 'text']), tmp_path / 'twice.parquet')
