@@ -180,14 +180,14 @@ class Examples:
         self.call_opening = ''
         with contextlib.suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')
-            question, prompt = (self._rendered(chat[:1], prompt=prompt)[0] for prompt in (False, True))
+            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
             # what it adds to a question as the prompt of an answer, maybe before its last blanks
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
                 self.header = prompt[same:].removesuffix(question[same:])
             chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': {
                 'name': WORDS, 'arguments': {}}}]
-            opening = self._rendered(chat)[0].removeprefix(question).partition(WORDS)[0]
+            opening = self.render(chat).removeprefix(question).partition(WORDS)[0]
             self.call_opening = (self.special.search(opening) or [opening])[0]
 
     def of_row(self, row):
@@ -278,13 +278,16 @@ class Examples:
 
     def prompt(self, messages):
         """Return the ids (n,) of messages and the header of an answer to them."""
-        whole, _ = self._rendered(messages, prompt=True)
-        pieces, _ = self._pieces(messages, None, whole, prompt=True)
+        pieces, _ = self._pieces(messages, None, self.render(messages, True), prompt=True)
         return self._tokenized(pieces)[0]
 
-    def _rendered(self, messages, tools=None, prompt=False):
-        """Return (text, [(start, end)] of what the template marks as generated). prompt: whether the text
-        ends with the header of an answer. Raises DataError where the template refuses the messages."""
+    def render(self, messages, prompt=False):
+        """Return the text of messages. prompt: whether it ends with the header of an answer."""
+        return self._rendered(messages, None, prompt)[0]
+
+    def _rendered(self, messages, tools, prompt=False):
+        """Return (text, [(start, end)] of what the template marks as generated). Raises DataError where the
+        template refuses the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
         try:
             [text], marked = render_jinja_template(
