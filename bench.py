@@ -275,7 +275,7 @@ def bench_quality(arguments, words):
     gap, interval = compare(*losses)
     row = {'seeds': arguments.seeds}
     first = found[0][0]
-    row['curve'] = {first.tokens_at(step): compare(*([run.val[step] for run in runs] for runs in found))
+    row['curve'] = {int(first.tokens_at(step)): compare(*([run.val[step] for run in runs] for runs in found))
                     for step in first.val}      # tokens -> gap and 95%
     row['bf16 validation loss'], row['FP8 validation loss'] = map(statistics.fmean, losses)
     row |= {'gap, %': gap, '95%': interval}

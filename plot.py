@@ -112,7 +112,7 @@ def plot_gap(result, out):
     try:
         row = files.read_json(result)['rows'][0]
         seeds, curve = row['seeds'], row['curve'].items()
-        points = [(int(float(tokens)) / 1e6, float(gap), *map(float, ends)) for tokens, (gap, ends) in curve]
+        points = [(int(tokens) / 1e6, float(gap), *map(float, ends)) for tokens, (gap, ends) in curve]
         millions, gap, low, high = zip(*points)
     except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '

@@ -105,7 +105,7 @@ def scripts(monkeypatch):
         lines = [{'step': 0, 'precision': 'bf16', 'val/loss': 5.0}]
         for step in range(1, 21):
             lines.append({'step': step, 'train/loss': end + (20 - step), 'train/dt_ms': 512.0,
-                          'train/tokens_per_sec': 1000.0})
+                          'train/tokens_per_sec': 1000.0, 'train/tokens': 512 * step})
             if step % 5 == 0:
                 val_loss = end + 0.1 * (20 - step) / 5
                 lines.append({'step': step, 'val/loss': val_loss, 'hellaswag/acc_norm': end / 10})
@@ -147,6 +147,7 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
     assert [*row['curve'].values()][-1] == [row['gap, %'], row['95%']]
+    assert [*row['curve']] == ['0', '2560', '5120', '7680', '10240']      # as plot.py reads them
     assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
     assert {(run['max_steps'], run['eval_freq'], run['max_hours'], run['keep_checkpoints'])
             for run in ran} == {(20, 5, 0, 1)}

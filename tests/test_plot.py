@@ -77,7 +77,7 @@ def test_gap(tmp_path, here, monkeypatch):
     seen, result = [], tmp_path / 'quality.json'
     monkeypatch.setattr(plt, 'close', seen.append)
     result.write_text(json.dumps({'rows': [
-        {'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000.0': [-0.2, [-1, 0.6]]}}]}))
+        {'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}}]}))
     here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
     axes = seen[0].axes[0]
     assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -0.2]]
