@@ -184,9 +184,6 @@ def read(path):
     try:
         state = _mapped(path)
         _check_parts(state)
-        its_name, name = step_path('', state['step']), basename(path)
-        if re.fullmatch(r'step_\d+\.pt', name) and name != its_name:
-            raise ValueError(f'it is of step {state["step"]}: rename it {its_name}')
     except Exception as error:  # torch raises many kinds for another program's file
         problem = first_line(error)
         raise DataError(f'{path} is no checkpoint of train.py or train_fp8.py ({problem})') from None
@@ -198,6 +195,13 @@ def read(path):
         if alike and best['step'] == step <= state['step'] and math.isfinite(best['best_val_loss']):
             state['best_val_loss'] = best['best_val_loss']
     return state
+
+
+def check_name(path, step):
+    """Raise DataError where a file of this step has another step's name, by which a run would count it."""
+    own, name = step_path('', step), basename(path)
+    if re.fullmatch(r'step_\d+\.pt', name) and name != own:
+        raise DataError(f'{path} is of step {step}: rename it {own}')
 
 
 def _mapped(path):

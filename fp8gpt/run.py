@@ -210,11 +210,13 @@ class Run:
 
 def open_resumed(config):
     """Return (the settings over the checkpoint's, the checkpoint, its path) of `resume`; the latter two are
-    None where it names none. Raises what checkpoint.read, over_checkpoint and check_same_data raise."""
+    None where it names none. Raises what checkpoint.read, checkpoint.check_name,
+    over_checkpoint and check_same_data raise."""
     path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
     if not path:
         return config, None, None
     resumed = checkpoint.read(path)
+    checkpoint.check_name(path, resumed['step'])
     REVISIONS.update(resumed.get('revisions', {}))
     config = over_checkpoint(config, resumed, path)
     check_same_data(config, path)

@@ -438,8 +438,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_run(tmp_path, monk
     assert wrong == [] and not (tmp_path / 'ran').exists()
     renamed = tmp_path / 'step_000009.pt'       # a run would take its step for saved there
     renamed.write_bytes(saved(state(1)))
-    with pytest.raises(DataError, match='it is of step 1: rename it step_000001.pt'):
-        read(str(renamed))
+    with pytest.raises(DataError, match='is of step 1: rename it step_000001.pt'):
+        checkpoint.check_name(str(renamed), read(str(renamed))['step'])
     renamed.unlink()
     path.write_bytes(changed['precision', 'name', 'fp8\nerror: fake'])
     assert 'fp8\\nerror: fake' in table(str(tmp_path))[0]
