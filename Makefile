@@ -1,6 +1,6 @@
 # make quickstart: from nothing to a sample of text, in FP8 numerics, on any machine
 # make shakespeare: the same on Shakespeare's works, in verse; DATA_FILES=input.txt where there is no network
-# make test:       the linter and the fast tests, set up the same way: three minutes on two cores
+# make test:       the linter and the fast tests, set up the same way: two minutes on two cores
 # make test-slow:  the tests that start processes, compile, install or kill: six minutes
 # make drill:      random kills, stops and damages, full disks, strangers' files: three minutes
 # make lint:       ruff, and tests/lint.py: pages' figures and names
