@@ -58,6 +58,12 @@ from model import GPTConfig
 
 # ----------------------------------------------------------------------------------------------------- models
 
+def load(name, **options):
+    """Return the GPT of a Hugging Face model, a folder or org/name on the hub. options: see GPT. Raises what
+    pretrained.source does."""
+    return pretrained.model_of(pretrained.source(name), **options)
+
+
 @contextlib.contextmanager
 def new_folder(path):
     """Yield a folder that is renamed to `path` at the end of the block; an error leaves no folder. Raises

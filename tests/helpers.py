@@ -5,8 +5,8 @@ import types
 
 import torch
 
+import hf
 from fp8gpt.fp8.linear import Matmul
-from fp8gpt.pretrained import model_of, source
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
@@ -70,7 +70,7 @@ def checkpoint_of(model, step, **parts):
 
 def gpt_in(folder, **options):
     """The GPT of a folder of transformers; options: GPT's."""
-    return model_of(source(str(folder)), **options)
+    return hf.load(str(folder), **options)
 
 
 def peak_bytes(work):
