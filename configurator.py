@@ -397,8 +397,7 @@ def config_values(path):
             raise SettingError(f'{path} is no config file: it calls exit') from None
         except Exception as error:  # the file's own
             raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        return {name: value for name, value in values.items() if not (
-            name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
+        return {name: value for name, value in values.items() if not name.startswith('_')}
     values = read_yaml(path) or {}
     if not isinstance(values, dict) or not all(
             isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
@@ -545,6 +544,8 @@ def configure(path, argv=None, positional=None, nearby=()):
             if value is None:
                 return
         name = ALIASES.get(name, name)
+        if name not in known and (callable(value) or isinstance(value, types.ModuleType)):
+            return      # what a .py config works with
         if name not in known:
             unknown.append(f'{where}: no setting is called {name!r}{nearest(name, [*known, *nearby])}')
             return

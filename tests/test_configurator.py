@@ -110,6 +110,7 @@ IN_FILES = [
     ('x.py', 'import sys\nsys.exit(0)', 'x.py is no config file: it calls exit'),
     ('x.py', 'steps = 10**5000', 'x.py: steps wants a whole number, not one of thousands of digits'),
     ('x.py', 'rate = [-10**5000]', 'x.py: rate wants a number, not one of thousands of digits'),
+    ('x.py', 'def rate(step): return 1 / step', 'x.py: rate wants a number, not <function rate'),
     ('x.py', 'directory = ["a"]', "x.py: directory wants a name or a path, not ..a"),
     ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),

@@ -441,14 +441,15 @@ def summary(model, choice):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
     ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
-    said = {getattr(module, 'about', ours): None for module in fp8_linears(model).values()}
-    line += ' and '.join(f'{recipe} ({backend})' for recipe, _, backend in said) + choice.instead
+    said = [getattr(module, 'about', ours) for module in fp8_linears(model).values()]
+    line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in said))
+    line += choice.instead
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
-    line += f'\n          {" and ".join(format for _, format, _ in said)}'
+    line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
     line += f', margin {choice.margin}' * bool(choice.margin)
     line += ', Triton kernels' * (choice.kernels == 'triton')
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {[*said][0][2]}: {choice.reason}'
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {said[0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
     if not output_layers(model) and not choice.keep:
         line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
