@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*CUDA is not available')
 @pytest.fixture
 def stand_in_te(monkeypatch):
     """A module of Transformer Engine's shape, without FP8. Yields the calls seen."""
-    calls, depth = [], []
+    calls, casts, depth = [], [], []
     monkeypatch.setattr('model.NO_BF16_UNITS', False)  # the bf16 beside it multiplies as it does
 
     class TheirLinear(nn.Linear):
@@ -31,9 +31,10 @@ def stand_in_te(monkeypatch):
         def set_extra_state(self, state):
             pass
 
-        def forward(self, x):
+        def forward(self, x, is_first_microbatch):
             assert depth, 'outside te.autocast'
             calls.append(('forward', x.dtype))
+            casts.append(is_first_microbatch)
             return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
     @contextlib.contextmanager
@@ -58,6 +59,7 @@ def stand_in_te(monkeypatch):
                '.common': types.SimpleNamespace(recipe=recipe), '.common.recipe': recipe}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, ENGINE + name, module)
+    pytorch.casts = casts      # for each forward pass of a linear: whether its weight is cast
     backends.te_linear.cache_clear()
     yield calls
     backends.te_linear.cache_clear()
@@ -91,6 +93,24 @@ def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, s
     assert calls[-1] == ('forward', torch.bfloat16)
     backends.BACKENDS['te'].forget()    # the self-check's linears
     assert calls[-1] == 'reset'
+
+
+def test_te_casts_a_weight_once_a_step_and_whenever_it_has_changed(stand_in_te):
+    linear, x = fp8.make_linear(TE, 64, 64), torch.zeros(16, 64)
+    optimizer = torch.optim.AdamW(linear.parameters(), foreach=True)
+    casts = sys.modules[f'{ENGINE}.pytorch'].casts
+    for _ in range(2):
+        for _ in range(3):
+            linear(x).sum().backward()
+        optimizer.step()
+    assert casts == [True, False, False] * 2
+    for change in (lambda: linear.load_state_dict(linear.state_dict()),
+                   lambda: setattr(linear, 'weight', nn.Parameter(torch.ones(64, 64))),
+                   lambda: setattr(linear.weight, 'data', torch.zeros(64, 64))):
+        linear(x)
+        change()
+        linear(x)
+        assert casts[-1], change
 
 
 def test_te_recomputes_by_its_own_checkpoint_and_turns_auto_compile_off(stand_in_te):

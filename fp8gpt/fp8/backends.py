@@ -249,6 +249,7 @@ def te_linear(choice):
 
     class TeLinear(te.Linear):
         plain = staticmethod(cast_linear)
+        cast_of = None      # where the weight of its cast is, and the weight's version
         # nn.Module's: portable weights have no _extra_state key, and fp8.State calibrates what is missing
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
@@ -256,9 +257,11 @@ def te_linear(choice):
             x = autocast(input)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
+            # te keeps a weight's cast until it is told that the weight has changed (te issue 1047)
+            before, self.cast_of = self.cast_of, (self.weight.data_ptr(), self.weight._version)
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
-                return super().forward(x)   # casts the weight each time: a cache may be stale (te issue 1047)
+                return super().forward(x, is_first_microbatch=self.cast_of != before)
 
     return TeLinear
 
