@@ -261,7 +261,8 @@ def loss_verdict(gap, interval, seeds):
 
 def bench_quality(arguments, words):
     """Train with each seed in both precisions, and yield the row that compares them."""
-    config = settled_as(words)[0].config
+    run, precisions = settled_as(words)
+    config = run.config
     out = arguments.out or f'runs/quality-{config.stem or "flags"}'
     cases = {'bf16': [*arguments.words, '--fp8_backend=off'],   # the losses of train.py, bit for bit
              f'{config["fp8_backend"]}-{config["fp8_recipe"]}': words}
@@ -273,7 +274,7 @@ def bench_quality(arguments, words):
                       for seed in range(1337, 1337 + arguments.seeds)])
     losses = [[run.last_val for run in runs] for runs in found]
     gap, interval = compare(*losses)
-    row = {'seeds': arguments.seeds}
+    row = {'recipe': precisions['FP8'][0].recipe, 'seeds': arguments.seeds}
     first = found[0][0]
     row['curve'] = {int(first.tokens_at(step)): compare(*([run.val[step] for run in runs] for runs in found))
                     for step in first.val}      # tokens -> gap and 95%

@@ -218,6 +218,9 @@ def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(monkeypatc
     slow = 'speed     FP8 x0.80 over bf16, measured here on a few blocks'
     assert checked(1.25, orders='fp8_recipe=tensorwise') == (NATIVE, [slow])    # an order is only slow
     assert checked(0.5) == (NATIVE, [slow.replace('0.80', '2.00')])
+    for recipe, more in ('tensorwise', '; --fp8_recipe=delayed may be faster'), ('delayed', ''):
+        ours = dataclasses.replace(NATIVE, recipe=recipe, kernels='triton')
+        assert checked(1.25, choice=ours, orders=recipe) == (ours, [slow + more])
     frozen = dataclasses.replace(NATIVE, lora_rank=4)
     assert checked(1.25, choice=frozen) == (frozen, [])
 

@@ -314,7 +314,9 @@ def self_check(sample, choice, orders=''):
     gain = times['bf16'] / times['FP8']
     if gain <= 1 and not orders:
         return replace(OFF, reason=f'FP8 is not faster than bf16 here (x{gain:.2f})'), []
-    return choice, [f'speed     FP8 x{gain:.2f} over bf16, measured here on a few blocks']
+    other = choice.kernels == 'triton' and choice.recipe == 'tensorwise'    # see docs/fp8.md
+    faster = '; --fp8_recipe=delayed may be faster' * other
+    return choice, [f'speed     FP8 x{gain:.2f} over bf16, measured here on a few blocks{faster}']
 
 
 # ------------------------------------------------------------------------------------------------- the clock
