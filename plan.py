@@ -304,16 +304,9 @@ class Plan:
         parts['recomputation'] = self.recomputed / L / 3 * sum(parts.values())  # forward is a third
         parts['embedding, head and loss'] = head + self.bytes_outside_blocks() / self.rate
         computing = sum(parts.values())
-        parts['waiting for the host'] = self.launched_share() * max(0.0, L * launching - computing)
+        launched = self.run.launched_share(self.gpus, self.length.micro_steps)
+        parts['waiting for the host'] = launched * max(0.0, L * launching - computing)
         return parts, computing
-
-    def launched_share(self):
-        """Return the share of micro-steps that the host launches, since no CUDA graph replays them: those in
-        which DDP reduces gradients; all with shards, or on examples."""
-        replays = self.run.compiled and self.run.config['cuda_graphs'] and not self.run.of_examples
-        if self.shards > 1 or not replays:
-            return 1.0
-        return (self.gpus > 1) / self.length.micro_steps
 
     def linears_seconds(self):
         """Return [seconds] of each linear, the head last: no wgrad of frozen ones, in bf16 by the recipe."""

@@ -265,7 +265,7 @@ def forward_backward(x, y, examples, n_targets):
 
 
 # --------------------------------------------------------------------------------------------------- the loop
-replays = cuda_graphs and run.compiled and ranks.device.type == 'cuda' and not distributed.sharded(config)
+replays = run.launched_share(ranks.world_size, micro_steps) < 1
 replay = graphs.Replay(forward_backward, ddp_model, replays, log.say)
 skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
 clock = runlog.Clock(loader)

@@ -226,10 +226,12 @@ def checkpoint_of(path):
 
 def checkpoint_file(path):
     """Return checkpoint_of(path). Raises MissingError where there is no such file."""
-    path = checkpoint_of(path)
-    if not isfile(path):
-        raise MissingError(f'there is no checkpoint {path}{checkpoints()}')
-    return path
+    file = checkpoint_of(path)
+    if isfile(file):
+        return file
+    is_theirs = isfile(join(path, 'config.json'))
+    others = f'; {path} is a model that transformers loads as it is' if is_theirs else checkpoints()
+    raise MissingError(f'there is no checkpoint {file}{others}')
 
 
 def checkpoints():

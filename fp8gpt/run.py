@@ -44,7 +44,7 @@ class Run:
     checkpoint that the run resumes from, or None; it is the source too, unless it holds adapters alone.
     notes: lines for the log about replaced settings and shards from elsewhere. data: what shards.check
     returns. of_examples: whether it trains on examples, as far as the dataset's name says before it is
-    prepared; no CUDA graph replays micro-steps of examples, whose masks differ."""
+    prepared."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -155,6 +155,15 @@ class Run:
     def revisions(self):
         """The commit of each model of the hub that this run has read, by its name there."""
         return dict(REVISIONS)
+
+    def launched_share(self, gpus, micro_steps):
+        """Return the share of a step's micro-steps that the host launches, since no CUDA graph replays them:
+        those in which DDP reduces gradients; all with shards, on examples, or where nothing is compiled."""
+        config, sharded = self.config, gpus > 1 and self.config['sharding_mode'] != 'ddp'
+        compiles = self.compiled and self.device.type == 'cuda'
+        if sharded or self.of_examples or not (compiles and config['cuda_graphs']):
+            return 1.0
+        return (gpus > 1) / micro_steps
 
     def length(self, world_size, tokens_per_epoch):
         """Return the Length of the run, None until batch_size is found. Raises what Length.of and
