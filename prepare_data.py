@@ -10,12 +10,12 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB, and at
-line ends where 64 KiB have no blank line. The name of each kind may go on with .gz or .zst. What the
-tokenizer writes before a text stands before each document, or else EOT behind it. Rows with messages, or
-prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into
-tokens and masks. Documents keep their order: the loader permutes them. A hash of a document's text decides
-its split, so a text that occurs twice is never in both splits.
+A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB (an
+eighth of a short text that is alone), and at line ends where 64 KiB have no blank line. The name of each kind
+may go on with .gz or .zst. What the tokenizer writes before a text stands before each document, or else EOT
+behind it. Rows with messages, or prompt and completion, or other columns of sft.COLUMNS, are examples to
+fine-tune on: sft.py turns them into tokens and masks. Documents keep their order: the loader permutes them. A
+hash of a document's text decides its split, so a text that occurs twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -25,7 +25,7 @@ from configurator import (
     DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say, with_home)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
-data_files = ''        # parquet, jsonl, json, csv, txt, py: globs with commas between, of any dataset name
+data_files = ''        # parquet, jsonl, json, csv, tsv, txt, py: globs with commas between; any dataset name
 encoding = ''          # of text files without a byte order mark, as latin-1; empty: UTF-8
 text_column = 'text'   # column (parquet, CSV) or key (JSON) that holds a document
 subset = ''            # part of a dataset on the hub, or default; empty: default (fineweb_edu: sample-10BT)
@@ -79,7 +79,7 @@ CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tikt
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LEAST = 20  # documents for validation, or a twentieth of all if that is less
-PIECE = 8192    # bytes of a txt file, past which a blank line ends a document
+PIECE = 8192    # bytes of a txt file, past which a blank line ends a document; an eighth of a short one
 GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
 BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
@@ -163,10 +163,13 @@ def check_names(names):
 
 
 def rows_of_csv(text):
-    """Yield the rows of CSV, whose first row names the columns. A row that cannot be read counts as all its
-    lines: a quote that is not closed takes the rows behind it along."""
+    """Yield the rows of CSV, with commas, semicolons or tabs, whose first row names the columns. A row that
+    cannot be read counts as all its lines: a quote that is not closed takes the rows behind it along."""
     csv.field_size_limit(2**31 - 1)     # a document may be long
-    reader = csv.DictReader(files.lines_of(text), strict=True)
+    lines = files.lines_of(text)
+    header = next(lines, '')
+    between = max(',;\t', key=header.count)     # a spreadsheet's, where a comma is in numbers
+    reader = csv.DictReader(itertools.chain([header], lines), delimiter=between, strict=True)
     check_names(reader.fieldnames or ())
     while True:
         done = reader.line_num
@@ -239,11 +242,9 @@ def rows_of_py(text):
 def rows_of_txt(text, is_alone):
     """Yield the pieces of a text that comes in parts. Each ends as end_of_piece says, but the last one may be
     half as long again."""
-    first = next(text, '').encode()
-    rest, most = bytearray(first), PIECE
-    if is_alone and not next_blank_line(first):
-        # of a short text, the one piece that is for validation is an eighth: it has to fill a window
-        most = min(PIECE, max(512, len(first) // 8))
+    rest = bytearray(next(text, '').encode())
+    # of a short text, the one piece that is for validation is an eighth: it has to fill a window
+    most = min(PIECE, max(512, len(rest) // 8)) if is_alone else PIECE
     for part in itertools.chain(text, [None]):      # None: the text has ended
         rest += (part or '').encode()
         while end := end_of_piece(rest, most, GAP if part is not None else most + most // 2):
@@ -254,25 +255,22 @@ def rows_of_txt(text, is_alone):
         yield {'text': rest.decode()}
 
 
-ROWS_OF = {'.csv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
+ROWS_OF = {'.csv': rows_of_csv, '.tsv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl,
+           '.py': rows_of_py}
 ENDINGS = '.parquet', '.txt', *ROWS_OF
 
 
 def end_of_piece(rest, most, longest):
-    """Return where the first piece of a text ends: after its first blank line past PIECE bytes; in more than
-    `longest` bytes without one, at the last line's end before `most`, else a space, else anywhere; else 0."""
-    if blank := next_blank_line(rest):
-        return blank
+    """Return where the first piece of a text ends: after the first blank line past `most` bytes that has text
+    behind it, within GAP; in more than `longest` bytes without one, at the last line's end before `most`,
+    else a space, else anywhere; else 0."""
+    blank = BLANK_LINE.search(rest, most - 1, GAP)
+    if blank and rest[blank.end():GAP].strip():
+        return blank.end()
     if len(rest) <= longest:
         return 0
     line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
     return line or word or most
-
-
-def next_blank_line(rest):
-    """Return the end of the first blank line past PIECE bytes that has text behind it, within GAP; else 0."""
-    blank = BLANK_LINE.search(rest, PIECE - 1, GAP)
-    return blank.end() if blank and rest[blank.end():GAP].strip() else 0
 
 
 def rows_of(paths, meta, columns):

@@ -141,7 +141,8 @@ def not_text(path, at, codec, error):
     import charset_normalizer
     raw, block = error.object, error.start // 4096 * 4096
     guess = charset_normalizer.from_bytes(raw[block:block + 4096]).best()
-    looks = f'; it looks like {guess.encoding}' if guess else ''
+    is_other = guess and guess.encoding.replace('_', '-') not in (codec, 'ascii')
+    looks = f'; it looks like {guess.encoding}' if is_other else ''
     if not raw[:error.start].isascii() or len(raw) < 8:
         looks = ', though the text before it is (damaged there?)'
     return DataError(f'{path}, byte {at + error.start:,}: not {codec} ({error.reason}){looks}: save it as '

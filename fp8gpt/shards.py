@@ -38,8 +38,8 @@ CHECKED = os.path.join(
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # endings of a file of examples, which a training script prepares by itself
-ROWS = tuple(
-    kind + packed for kind in ('.jsonl', '.json', '.csv', '.parquet') for packed in ('', *files.PACKED))
+ROWS = tuple(kind + packed for kind in ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
+             for packed in ('', *files.PACKED))
 # Where prepare_data.py finds each dataset. hub: its name on the Hugging Face hub; splits: those that the hub
 # has, the usual one first.
 DATASETS = {

@@ -343,13 +343,21 @@ def test_a_txt_without_blank_lines_is_cut_at_line_ends_else_at_spaces(tmp_path, 
     assert all(piece.endswith(end) for piece in pieces[:-1])
 
 
-def test_a_text_of_5_kb_gives_train_and_val(tmp_path):
+def test_a_short_text_gives_train_and_val(tmp_path):
     path = tmp_path / 'a.txt'
-    for text in LINES[:5000], LINES[:5000].replace('\n', ' '), LINES[:4000].replace('1\n', '1\n\n'):
+    for text in (LINES[:5000], LINES[:5000].replace('\n', ' '), LINES[:4000].replace('1\n', '1\n\n'),
+                 LINES[:14_000].replace('1\n', '1\n\n')):
         path.write_text(text)
         prepare_here(*of(path, tmp_path, '--overwrite'))
         splits = meta(tmp_path / 'mine-byte')['splits']
-        assert splits['train']['tokens'] > 3000 and splits['val']['tokens'] > 300
+        assert splits['train']['tokens'] > 3000 and 300 < splits['val']['tokens'] < len(text) / 5
+
+
+def test_a_csv_may_have_semicolons_or_tabs(tmp_path):
+    for name, between in ('a.csv', ';'), ('a.csv', '\t'), ('a.TSV', '\t'):
+        (tmp_path / name).write_text(f'id{between}text\n1{between}"1,5{between}\n"\n')
+        found = [*prepare_data.rows_of_file(f'{tmp_path}/{name}', None)]
+        assert found == [{'id': '1', 'text': f'1,5{between}\n'}]
 
 
 # ------------------------------------------------------------------------------- kills and restarts
