@@ -530,6 +530,9 @@ def configure(path, argv=None, positional=None, nearby=()):
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
+        # Before torch loads OpenMP, whose threads else spin for milliseconds while they wait: on busy cores,
+        # a training step took 2.6 times as long (docs/log.md).
+        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
     script = read_script(path)
     if '--help' in argv or '-h' in argv:
         print(help_text(script))

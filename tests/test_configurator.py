@@ -384,6 +384,9 @@ def test_what_the_system_does_is_one_line(tmp_path):
         assert (line, found, said[:len(begins)]) == (line, code, begins)
         assert begins == 'Traceback' or said.strip().count('\n') == 0
     assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
+    spins = 'raise DataError(__import__("os").environ["GOMP_SPINCOUNT"])'
+    assert [ended(tmp_path, spins, **env)[1] for env in ({}, {'GOMP_SPINCOUNT': '7'})] == [
+        'error: 10000\n', 'error: 7\n']
 
 
 @pytest.mark.slow
