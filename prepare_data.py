@@ -584,7 +584,7 @@ def choose_columns(config, meta, names, tokenizer):
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        idle = {'input', 'history'} if len(examples) == 1 else set()
+        idle = {'input', 'context', 'history'} if len(examples) == 1 else set()
         idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
         unused = sorted(set(names) - ({*examples, *sft.MORE} - idle))
         if unused:

@@ -32,12 +32,13 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that make an example: ShareGPT's, Alpaca's, OpenMathInstruct-2's among them; MORE may be beside
-COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['instruction', 'output'],
-           ['problem', 'generated_solution'])
-MORE = 'input', 'system', 'history', 'tools', 'label'
-FORMS = ('messages (role, content); conversations (from, value); prompt and completion; or instruction, '
-         'input and output')
+# the columns that make an example: ShareGPT's, Alpaca's, GSM8K's, Dolly's among them; MORE may be beside
+COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['prompt', 'response'],
+           ['instruction', 'output'], ['instruction', 'response'], ['question', 'answer'],
+           ['question', 'response'], ['problem', 'generated_solution'])
+MORE = 'input', 'context', 'system', 'history', 'tools', 'label'
+FORMS = ('messages (role, content); conversations (from, value); prompt and completion; question and answer; '
+         'or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
 ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
@@ -71,7 +72,7 @@ def conversation(row, columns):
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
         first, answer = [*first, *answer[0]], ()
     if answer:
-        prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input')))))
+        prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input'), row.get('context')))))
         history = from_json(row.get('history')) or []
         turns = history if isinstance(history, list) else [history]
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):

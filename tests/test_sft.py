@@ -342,6 +342,9 @@ def test_the_forms_of_messages_say_the_same():
     share = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]
     for row, columns, wanted in (
         ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
+        ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
+        ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
+         [{'role': 'user', 'content': 'a\n\nc'}, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
