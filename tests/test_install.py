@@ -1,5 +1,6 @@
 """`make install` with a pip that is pretended, and `pip install .`:
 FP8 for any nn.Module, in a folder whose modules are called as our files are."""
+import re
 import shutil
 import subprocess
 import sys
@@ -44,11 +45,13 @@ print(model.__file__, fp8.summary(net, choice).splitlines()[0])
 def test_fp8_for_a_model_of_ones_own(tmp_path):
     clone, site = tmp_path / 'repository', tmp_path / 'site'
     shutil.copytree(ROOT / 'fp8gpt', clone / 'fp8gpt')
-    for name in ('pyproject.toml', 'requirements.txt'):
-        shutil.copy(ROOT / name, clone / name)
+    shutil.copy(ROOT / 'pyproject.toml', clone)
     pip = '-m pip install -q --no-deps --no-index --no-build-isolation --disable-pip-version-check'
     words = [*pip.split(), '--target', str(site), '.']
     subprocess.run([sys.executable, *words], cwd=clone, check=True, timeout=240)
+    [wanted] = site.glob('*/METADATA')
+    assert re.findall('^Requires-Dist: (.*)', wanted.read_text(), re.M) == ['torch>=2.11']
+    assert {path.name for path in (site / 'fp8gpt').iterdir()} == {'fp8'}     # what takes no scripts of ours
     (tmp_path / 'model.py').touch()
     (tmp_path / 'script.py').write_text(SCRIPT)
     done = subprocess.run([sys.executable, 'script.py'], cwd=tmp_path, env=environment(PYTHONPATH=str(site)),
