@@ -28,6 +28,7 @@ qk_norm = False                  # norms of each head's queries and keys
 dataset = 'fineweb_edu'          # prepare_data.py's name, a folder of shards or, to fine-tune, a file of rows
 split_name = ''                  # of openmathinstruct2, as prepared; '' = train_1M
 tokenizer = 'gpt2'               # gpt2 | byte | a folder or org/name: as in prepare_data.py
+template = 'auto'                # auto (chat for messages, else plain) | plain | chat: makes a row a text
 data_dir = 'data'                # where prepare_data.py put the datasets
 num_workers = 1                  # >= 0, <= 1024: threads that prepare batches; 0 = none
 # batch and length of the run

@@ -1,7 +1,7 @@
 # GPT-2-shaped, 7.3M parameters, on FineWeb-Edu: bf16 against FP8 numerics where there is no GPU.
 # $ python prepare_data.py fineweb_edu --max_tokens=30_000_000 --val_fraction=0.01
 # $ python train.py config/fineweb_cpu.py && python train_fp8.py config/fineweb_cpu.py
-# claim: results/fineweb_cpu.json
+# claim: validation loss 5.6156 in bf16, 5.6229 in FP8 (results/fineweb_cpu.json)
 
 dataset = 'fineweb_edu'
 block_size = 256

@@ -16,7 +16,7 @@ import shutil
 
 import torch
 
-from fp8gpt import checkpoint, data, gpus, lora, optim, pretrained, shards
+from fp8gpt import checkpoint, data, gpus, lora, optim, pretrained, sft, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
@@ -81,6 +81,7 @@ class Run:
                          'tokens, by their headers and sizes alone')
         if data_required:
             check_data(config, folder, tokenizer, before)
+            check_template(config['template'], folder, meta.get('template', ''))
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
         notes += replace_optimizer(config, device, model_config.count_parameters())
         contents = {}
@@ -356,6 +357,16 @@ def check_data(config, folder, tokenizer, before):
     if nobody_named_a_model and not before and any(map(shards.is_mask, os.listdir(folder))):
         raise SettingError(f'{folder} has examples to fine-tune on, and init_from names no model: type '
                            '--init_from=MODEL, or --init_from=scratch for random weights')
+
+
+def check_template(asked, folder, made):
+    """Raise SettingError where shards were made by another template than the one that is asked for. made: the
+    text of theirs, '' for shards of texts."""
+    there = made and ('plain' if made == sft.PLAIN else 'chat')
+    if asked not in ('auto', there):
+        by = f'by the template {there}' if there else 'as texts, which have no template'
+        raise SettingError(f'template={asked}, but {folder} was prepared {by}: leave out --template, or '
+                           f'prepare the rows again, by prepare_data.py with --template={asked} --overwrite')
 
 
 def vocabulary(config, folder, meta, before):

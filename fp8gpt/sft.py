@@ -479,7 +479,7 @@ def ready(config):
 def prepare_examples(config):
     """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows; return
     whether it is one of these. One process on each machine prepares; the others wait."""
-    dataset, name = config['dataset'], shards.dataset_name(config['dataset'])
+    dataset, name = config['dataset'], shards.name_of_prepared(config)
     of_file = dataset.endswith(shards.ROWS)
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
         return False

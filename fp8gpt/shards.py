@@ -103,13 +103,20 @@ def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
     folder or org/name counts by its last part."""
     tokenizer = basename(abspath(config['tokenizer']))
-    parts = dataset_name(config['dataset']), split_of(config), tokenizer
+    parts = name_of_prepared(config), split_of(config), tokenizer
     return join(config['data_dir'], '-'.join(filter(None, parts)))
 
 
+def name_of_prepared(config):
+    """Return dataset_name of settings; of a file of rows, with the template behind it that was asked for."""
+    name, template = dataset_name(config['dataset']), config.get('template', 'auto')
+    return f'{name}_{template}' if config['dataset'].endswith(ROWS) and template != 'auto' else name
+
+
 def naming_flags(config):
-    """Return the flags that, beside the dataset, name the folder of its shards, as users type them."""
-    return [f'--{name}={config[name]}' for name in ('tokenizer', 'split_name', 'data_dir') if config[name]]
+    """Return the flags that, beside the dataset, say which shards are meant, as users type them."""
+    names = 'tokenizer', 'template', 'split_name', 'data_dir'
+    return [f'--{name}={config[name]}' for name in names if config.get(name) not in (None, '', 'auto')]
 
 
 def split_of(config):
@@ -216,7 +223,7 @@ def find_dataset(config):
     the command that prepares it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
     if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
-        asked, name, texts = config['dataset'], dataset_name(config['dataset']), []
+        asked, name, texts = config['dataset'], name_of_prepared(config), []
         if asked.endswith(ROWS):
             texts = [f'--data_files={asked}']
         elif re.fullmatch(r'[\w.-]+/[\w.-]+', asked) and not isdir(dirname(asked)):

@@ -14,7 +14,7 @@ import transformers
 
 from fp8gpt import sft
 from configurator import DataError, MissingError
-from conftest import in_ranks, losses, run
+from conftest import TINY, in_ranks, losses, run, write_tiny_data
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
 from preparing import forms, meta, prepare, prepare_here, refused_here, written
@@ -532,6 +532,10 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         assert commands[-1][2:] == [
             name, '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
         assert asked['dataset'] == f'{tmp_path}/{name}-byte'    # what a resume finds, whatever the file is
+    asked = {**config, 'dataset': path, 'template': 'chat'}     # as another dataset: the usual one stays
+    sft.prepare_examples(asked)
+    assert commands[-1][2:5] == [f'{name}_chat', '--tokenizer=byte', '--template=chat']
+    assert asked['dataset'] == f'{tmp_path}/{name}_chat-byte'
     path, asked = 'rows/my [chats], größe (1).jsonl', {**config, 'dataset': 'rows/*.jsonl'}
     with pytest.raises(MissingError, match='there is no such file'):
         sft.prepare_examples(asked)
@@ -583,6 +587,15 @@ def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
         goes_on = run('train.py', *words, *more, '--resume=auto', '--max_steps=3').stdout
         assert 'latest.pt is step 3' in goes_on
     assert {path.name.rpartition('_')[0] for path in tmp_path.glob('*_*-*')} == {'a', 'pairs'}
+
+
+def test_a_template_that_made_no_shard_is_refused(trained, tmp_path):
+    words, _, _ = trained
+    more = f'--checkpoint_dir={tmp_path}/c', '--dry_run'
+    assert 'leave out --template, or prepare' in run(*words, '--template=plain', *more, rc=2).stderr
+    run(*words, '--template=chat', *more)
+    of_texts = ['train.py', f'--dataset={write_tiny_data(tmp_path)}', *TINY, *more, '--template=chat']
+    assert 'as texts, which have no template' in run(*of_texts, rc=2).stderr
 
 
 def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
