@@ -560,7 +560,7 @@ def describe(config, name, known, tokenizer):
         'template': '',  # of examples
         'system': '',  # the most frequent system message
         # began: the time that a template may write; rows: those that are done
-        'progress': {'position': None, 'began': time.time(), 'rows': 0, 'notes': {}, 'refused': 0,
+        'progress': {'position': None, 'began': time.time(), 'rows': 0, 'noted': {}, 'refused': 0,
                      'reasons': []},
     }
     names = known.get('columns', [settings['text_column']])
@@ -606,7 +606,7 @@ def check_refused(meta, refused, rows, reasons):
     """Raise DataError where more than one in twenty of so many rows cannot be used. reasons: of the first."""
     if refused * 20 > rows:
         raise DataError(f'{meta["source"]}: {refused:,} of {rows:,} rows cannot be used, more than one in '
-                        f'twenty: {"; ".join(reasons[:3])}')
+                        f'twenty, so mend or remove them: {"; ".join(reasons[:3])}')
 
 
 def survey(meta, documents, least):
@@ -674,10 +674,11 @@ def make(config, folder, paths, meta, tokenizer):
 def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
     for split, counts in meta['splits'].items():
-        line = ', '.join(f'{n:,} {unit}' for unit, n in counts.items())
+        names = {'bytes': 'bytes of targets'} if meta['template'] else {}
+        line = ', '.join(f'{n:,} {names.get(unit, unit)}' for unit, n in counts.items())
         print(f'{split:5} {line}')
-    for note, rows in progress['notes'].items():
-        print(f'{rows:,} rows {note}')
+    for note, (rows, first) in progress['noted'].items():
+        print(f'{rows:,} rows {note} (the first: {first})')
     if progress['refused']:
         reasons = '; '.join(progress['reasons'])
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
@@ -700,10 +701,11 @@ def write_documents(folder, meta, documents, writers):
     """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
     many rows cannot be used."""
     progress = meta['progress']
-    progress['notes'] = collections.Counter(progress['notes'])
     for position, ids, key, counts, _ in documents:
         progress['rows'] += 1
-        progress['notes'].update(counts.pop('notes', ()))
+        for note in counts.pop('notes', ()):
+            rows, first = progress['noted'].get(note, (0, f'{position[0]}, row {position[1]}'))
+            progress['noted'][note] = rows + 1, first
         if 'refused' in counts:
             progress['refused'] += 1
             progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
@@ -758,8 +760,8 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-    words = training_words(config, name, meta)
-    say(f'{folder} is ready; to train on it: {shlex.join(["python", "train_fp8.py", *words])}')
+    words = shlex.join(['python', 'train_fp8.py', *training_words(config, name, meta)])
+    say(f'{folder} is ready' + f'; to train on it: {words}' * (shards.BEFORE_TRAINING not in os.environ))
 
 
 @contextlib.contextmanager
@@ -787,7 +789,7 @@ def find_half(config, folder, settings):
     there = files.read_json(path)
     before = there.get('settings')
     before = before if isinstance(before, dict) else {}
-    changes = ', '.join(f'{key} {before.get(key)!r} -> {value!r}'
+    changes = ', '.join('of other files' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '

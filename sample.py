@@ -121,11 +121,14 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
     examples = sft.Examples(tokenizer, tokenizer.chat_template, time.time())
     messages = [{'role': 'system', 'content': system}] if system else []
     marker = '> ' if sys.stdin.isatty() else ''
+    if marker:
+        print('# a line is a turn; Ctrl-C ends an answer, and at the prompt the chat')
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         line = prompt or input(marker)
         for turn in itertools.count():
-            while special := tokenizer.special.search(line):
-                say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
+            while not line.strip() or tokenizer.special.search(line):
+                if special := tokenizer.special.search(line):
+                    say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
                 line = input(marker)
             messages.append({'role': 'user', 'content': line})
             ids = examples.prompt(messages).tolist()

@@ -99,7 +99,8 @@ class TokenData:
 
 class Packing:
     """Assign examples to windows: as many whole examples as fit, in file order. An example longer than a
-    window is cut at its end (`cut` counts them), or left out where no target remains (`left_out`).
+    window is cut at its end (`cut` counts them, `lost` their tokens), or left out where no target remains
+    (`left_out`).
 
     masks: one array a shard, which hold whole examples. offsets: of the shards in the stream, in tokens.
     size: tokens of a window. Has `targets` (n_windows,) and `padding`: the share of the windows that holds no
@@ -110,7 +111,7 @@ class Packing:
         kept = examples[2] > 0
         self.left_out = int((~kept).sum())
         self.starts, lengths, targets = examples[:, kept]
-        self.cut = int((lengths > size).sum())
+        self.cut, self.lost = int((lengths > size).sum()), int((lengths - size).clip(0).sum())
         self.lengths = np.minimum(lengths, size).astype(np.int32)
 
         ends = np.append(0, np.cumsum(self.lengths))

@@ -191,7 +191,7 @@ class Run:
         if config['lora_rank']:
             spec = lora.Spec.of(config)
             lines.append(f'lora      {spec.parameters(self.model_config):,} parameters train: '
-                         f'rank {spec.rank}, alpha {spec.alpha:g}'
+                         f'rank {spec.rank}, alpha {spec.alpha:g}, on {spec.targets}'
                          f'{MORE}{", ".join(spec.chosen(self.model_config))}')
         lines.append(f'data      {self.folder}: {train.tokens:,} training tokens{train.taken}, '
                      f'{val.tokens:,} for validation{val.taken}')
@@ -527,6 +527,7 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
 # The first row of a line says what matters; a dry run and log.jsonl have the second one too.
 
 MORE = '\n          '
+FEW = 10    # steps of a fine-tuning; some dozens are usual
 
 
 def model_line(c, weights=''):
@@ -578,9 +579,15 @@ def packing_lines(train, length):
     steps = math.ceil(train.n_windows / length.sequences_per_step)
     lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
              f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
-    if packing.cut or packing.left_out:
-        lines.append(f'packed    {packing.cut:,} cut to block_size={train.block_size}, '
-                     f'{packing.left_out:,} left out, whose answers all begin later')
+    if length.last_step < FEW and length.ended_by.startswith('num_epochs'):
+        lines.append(f'WARNING: {length.last_step} steps teach little: a higher --num_epochs or a smaller '
+                     '--batch_size makes more of them')
+    if packing.cut:
+        lines.append(f'packed    {packing.cut:,} examples are longer than block_size={train.block_size}: '
+                     f'their ends are cut off, {packing.lost / train.tokens:.1%} of all tokens')
+    if packing.left_out:
+        lines.append(f'packed    {packing.left_out:,} examples are left out, whose answers all begin behind '
+                     f'block_size={train.block_size}')
     return lines
 
 

@@ -314,7 +314,7 @@ class RunLog:
             f'loss {figures["loss"]:.4f}',
             f'lr {figures["learning_rate"]:.1e}',
             f'norm {figures["grad_norm"]:.2f}',
-            f'epoch {figures["epoch"]}' if figures['epoch'] else '',
+            f'epoch {figures["epoch"] + 1}' if figures['epoch'] else '',
             f'{speed:,.0f} tok/s',
             f'mfu {mfu:.0%}' if mfu else '',
             precision.upper(),

@@ -132,7 +132,8 @@ def message_of(entry):
     said = str(entry.pop('role', entry.pop('from', None))).lower()
     role = ROLES.get(said)
     if not role:
-        raise DataError(f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
+        lacks = said == 'none' and f'one of its messages has no role, but {", ".join(entry):.100}'
+        raise DataError(lacks or f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
     content = entry.pop('content', entry.pop('value', None))
     is_call = said in ('function_call', 'tool_call')
     calls = from_json(content if is_call else entry.pop('tool_calls', None)) or []
@@ -258,7 +259,12 @@ class Examples:
             'have answers that the template does not mark, which are no targets': not all(targets),
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
         said = [note for note, is_so in notes.items() if is_so]
-        return ids, mask, n_bytes, said or left_out(messages, tools, whole)
+        if not all(words_beside_answer(message) in whole for message in messages):
+            said = said or [NOT_AS_THEY_ARE]
+        with contextlib.suppress(DataError):    # of a template that wants tools
+            if tools and self._rendered(messages, None)[0] == whole:
+                said.append('have tools that the chat template does not write')
+        return ids, mask, n_bytes, said
 
     def _targets(self, answer, clean, generated):
         """Return [(start, end)] of what is learned of an answer, as from _answers: all, or the words that the
@@ -400,16 +406,6 @@ def words_of(message):
     return message['content'].rpartition(THOUGHT)[2].strip()
 
 
-def left_out(messages, tools, whole):
-    """Return what is to be said of messages and tools that their text `whole` lacks."""
-    notes = []
-    if not all(words_beside_answer(message) in whole for message in messages):
-        notes.append(NOT_AS_THEY_ARE)
-    if not all(name in whole for name in names_of(tools or ())):
-        notes.append('have tools that the chat template does not write')
-    return notes
-
-
 def words_beside_answer(message):
     """Return the words of a message that are to stand in a chat's text beside those of an answer: a thought,
     or what another than the assistant says."""
@@ -497,7 +493,8 @@ def prepare_examples(config):
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
         say(f'data      {folder} is prepared by `{command}`:')
-        done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words])
+        done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words],
+                              env=os.environ | {shards.BEFORE_TRAINING: '1'})
         if done.returncode:
             raise SystemExit(done.returncode)
     if of_file:     # so that a resume finds it after the file is edited or gone

@@ -36,6 +36,7 @@ TARGET, START = 1, 2  # bits of a mask
 CHECKED = os.path.join(
     os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt-checked.json')
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
+BEFORE_TRAINING = 'FP8GPT_BEFORE_TRAINING'   # in the environment of a prepare_data.py that a run has started
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # endings of a file of examples, which a training script prepares by itself
 ROWS = tuple(kind + packed for kind in ('.jsonl', '.json', '.csv', '.tsv', '.parquet')

@@ -379,6 +379,8 @@ def test_windows_hold_whole_examples_in_file_order(examples):
         seen = [bool((example[:T + 1, 1] & TARGET).any()) for example in TRAIN]
         assert packing.left_out == seen.count(False)
         assert packing.cut == sum(there and len(example) > T + 1 for there, example in zip(seen, TRAIN))
+        behind = [max(0, len(example) - T - 1) for example in TRAIN]
+        assert packing.lost == sum(tokens for there, tokens in zip(seen, behind) if there)
         held = sum(len(example) for window in wanted for example in window)
         assert packing.padding == pytest.approx(1 - held / (len(wanted) * (T + 1)))
         windows = {tuple(rows[0]): rows for rows in (expected_rows(window, T) for window in wanted)}

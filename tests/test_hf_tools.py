@@ -235,7 +235,7 @@ def test_a_chats_interrupts_special_tokens_and_draws(folder, chatted, monkeypatc
         raise KeyboardInterrupt
     monkeypatch.setattr('model.generate', interrupted)
     said = get_tokenizer(str(folder)).decode([400])
-    lines = chatted(folder, ['One', 'a <|end|> b', 'Two', 'Three'], '--seed=7').splitlines()
+    lines = chatted(folder, ['One', 'a <|end|> b', '', ' ', 'Two', 'Three'], '--seed=7').splitlines()
     assert lines == [said, '# <|end|> is a token of the template, which no line may hold: type it without',
                      said, said]
     assert seeds == [7, 8, 9]

@@ -444,7 +444,7 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monke
     monkeypatch.chdir(tmp_path)
     assert 'already prepared' in prepare_here(*of('./docs.jsonl', tmp_path / 'edited'))
     path.write_text(path.read_text().replace('tensor', 'TENSOR', 1))
-    assert 'holds other shards (files ' in refused_here(*of(path, tmp_path / 'edited'))[1]
+    assert 'holds other shards (of other files): ' in refused_here(*of(path, tmp_path / 'edited'))[1]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 import dataclasses
 import shutil
 import signal
+import types
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from fp8gpt import distributed
 from fp8gpt.optim import OPEN
-from fp8gpt.run import Length, Run, find_end, micro_steps
+from fp8gpt.run import Length, Run, find_end, micro_steps, packing_lines
 from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT
 from helpers import checkpoint_of
@@ -417,3 +418,18 @@ def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run(tmp_path):
     assert config['decay_share'] == pytest.approx(0.2)
     config = configure(str(ROOT / 'train.py'), ['--batch_size=1', '--decay_share=0.5', *words])
     assert (Length.of(config, 1, 0).cut, config['decay_share']) == ('', 0.5)     # refused by Schedule.check
+
+
+def test_what_windows_cut_and_few_steps_are_said():
+    for cut, left_out, epochs, expected in (
+        (0, 0, 3, []),
+        (1, 2, 3, ['1 examples are longer than block_size=8: their ends are cut off, 5.0% of all tokens',
+                   '2 examples are left out, whose answers']),
+        (0, 0, 2, ['WARNING: 8 steps teach little: a higher --num_epochs'])):
+        packing = types.SimpleNamespace(lengths=range(9), padding=0.1, cut=cut, lost=4, left_out=left_out)
+        train = types.SimpleNamespace(packing=packing, n_windows=8, block_size=8, tokens=80)
+        length = types.SimpleNamespace(
+            sequences_per_step=2, last_step=4 * epochs, ended_by=f'num_epochs={epochs}')
+        first, *lines = packing_lines(train, length)
+        assert first.endswith('9 examples in 8 windows, 10.0% of them padding; 4 steps an epoch')
+        assert [start in line for start, line in zip(expected, lines, strict=True)] == [True] * len(expected)

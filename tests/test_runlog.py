@@ -196,7 +196,7 @@ def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
     figures = dict(epoch=12, loss=3.2, learning_rate=6e-4, grad_norm=0.8, tokens_per_sec=2.4e6, data_wait=0.0)
     log.train_step(1000, 'bf16', **figures, skipped=2)
     assert capsys.readouterr().out == (
-        'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 12 | 2,400,000 tok/s '
+        'step 1,000/1,000 | 100% | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 13 | 2,400,000 tok/s '
         '| mfu 97% | BF16 | skipped: 2\nGPU 50% busy\n')
     monkeypatch.delattr(torch.cuda, 'utilization')      # as where nothing answers
     log.train_step(1000, 'fp8', **figures, skipped=0)

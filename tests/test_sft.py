@@ -279,6 +279,10 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     ):
         made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
         assert made.document(messages)[2]['notes'] == notes
+    template = LAYOUTS['tools'].replace('{% if tools %}', '{% if false %}')     # calls name the tools
+    made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
+    notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
+    assert notes == ['have tools that the chat template does not write']
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
@@ -368,9 +372,11 @@ def test_the_forms_of_messages_say_the_same():
     for tools in 7, 'a text', {'name': 'f'}, ['f']:
         with pytest.raises(DataError, match='its tools are no list of objects'):
             sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
-    for role in [], None, 7:
-        with pytest.raises(DataError, match='is no role'):
-            sft.message_of({'role': role, 'content': 'a'})
+    for message, why in (({'role': []}, 'is no role'), ({'role': 7}, 'is no role'),
+                         ({'role': None}, 'has no role, but content'),
+                         ({'roel': 'user'}, 'has no role, but roel, content')):
+        with pytest.raises(DataError, match=why):
+            sft.message_of({**message, 'content': 'a'})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
@@ -450,7 +456,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     words = f'--data_files={path}', chat, f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
     mute = [{'messages': sft.pair(f'{i}?', answer)} for i in range(7) for answer in ('', None)]
     mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}]}] * 7
-    said = '21 rows are left out, which have no text'
+    said = f'21 rows are left out, which have no text to learn (the first: {path}, row 10)'
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
     written(path, mute)
@@ -467,7 +473,8 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     ):
         written(path, [*good[:3], row])
         said = refused_here('mixed', *words)[1]
-        assert f'1 of 4 rows cannot be used, more than one in twenty: {path}, row 4: {message}' in said
+        assert '1 of 4 rows cannot be used, more than one in twenty, so mend or remove them: ' in said
+        assert f'{path}, row 4: {message}' in said
     written(path, [*good, row, *({'messages': sft.pair(f'{i}?', 'yes')} for i in range(20, 30))])
     said = prepare_here('mostly', *words)
     assert f"1 rows cannot be used and are left out: {path}, row 10: no 'messages'" in said
@@ -507,7 +514,7 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
     done, ready, commands = SimpleNamespace(returncode=0), [], []
     monkeypatch.setattr(sft, '_is_prepared', lambda *folder: bool(ready))
     monkeypatch.setattr(sft.time, 'sleep', ready.append)
-    monkeypatch.setattr(sft.subprocess, 'run', lambda words: commands.append(words) or done)
+    monkeypatch.setattr(sft.subprocess, 'run', lambda words, env: commands.append(words) or done)
     for rank, local_rank, expected in (8, 0, (1, 0)), (9, 1, (1, 1)):
         monkeypatch.setenv('RANK', str(rank))
         monkeypatch.setenv('LOCAL_RANK', str(local_rank))
