@@ -108,12 +108,12 @@ def find_files(patterns):
             there = dirname(there)
         found = sorted(glob(escape(there) + path[len(there):], recursive=True))
         if not found:
-            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.parquet)')
+            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
         paths.update(dict.fromkeys(found))
     for path in paths:
         if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
-                               'follow (all of a folder: folder/*.parquet)')
+                               'follow (all of a folder: folder/*.txt)')
     return list(paths)
 
 
@@ -350,7 +350,8 @@ def find_stdlib():
 def fetch(path, known):
     """Store at `path` the file at the URL of a row of DATASETS. Raises DataError where it cannot be fetched,
     or does not have the row's SHA-256."""
-    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files'):
+    with stated(f'could not download {known["url"]}; go online, or give the file as --data_files (to '
+                'make, as DATA_FILES)'):
         with urllib.request.urlopen(known['url'], timeout=60) as answer:
             body = answer.read()
     if sha256(body) != known['sha256']:

@@ -165,7 +165,7 @@ linear = Linear
 precision, reason = dtype, 'the bf16 script'
 fp8_choice, check_lines = selfcheck.choose_precision(run, ranks.world_size)  # right and fast here, or bf16
 precision, reason = 'fp8' if fp8_choice.on else dtype, f'{fp8_choice.backend}: {fp8_choice.reason}'
-linear = fp8.linear_factory(fp8_choice, Linear)
+linear = fp8.linear_factory(fp8_choice, Linear)     # from here on, FP8 is in the model's linears
 with distributed.building(config):
     model = GPT(
         run.model_config,
@@ -325,7 +325,7 @@ while step < last_step:
     if due:
         replay.forget()
         with clock.paused():
-            with fp8.paused():
+            with fp8.paused():      # both scripts evaluate in bf16
                 stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break
@@ -342,7 +342,7 @@ while step < last_step:
     step_loss = torch.zeros((), device=device)
     if penalty:
         penalty.total.zero_()
-    fp8_state.weight_cache.new_step(micro_steps)
+    fp8_state.weight_cache.new_step(micro_steps)    # of four or more: a weight is cast once for all
     for micro_step in range(micro_steps):
         distributed.sync_gradients(ddp_model, micro_step == micro_steps - 1)
         x, y, examples = loader.next()
@@ -350,7 +350,7 @@ while step < last_step:
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float('inf'))
     grad_norm = distributed.whole(grad_norm)
     optim.step_if_finite(optimizer, grad_norm, skips)
-    fp8_state.after_step()
+    fp8_state.after_step()      # delayed scaling makes new scales
     optimizer.zero_grad(set_to_none=True)
     epoch = sequences_seen // train_data.n_windows
     step, sequences_seen = step + 1, sequences_seen + length.sequences_per_step

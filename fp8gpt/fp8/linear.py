@@ -9,7 +9,7 @@ magnitude and `largest` the format's,
     scale_inv = 1 / scale         x ~ data * scale_inv
 
 A linear is three matrix multiplications. Each, mm(a, b) below, is a b^T: each operand's last dimension
-is summed over, and quantised along:
+is summed over, and quantised (scaled and rounded: cast) along:
 
     forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
     dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
@@ -311,7 +311,8 @@ class Matmul(torch.autograd.Function):
         forward    x8, w8 = cast(x), cast(W)        y = mm(x8, w8) + b
         backward   dy8 = cast(dy)                   dx = mm(dy8, w8^T), dW = mm(dy8^T, x8^T), db = sum of dy
 
-    is all; the rest serves other recipes, delayed scaling, cached and frozen weights.
+    is all; the rest serves other recipes, delayed scaling, cached and frozen weights. mm(a, b) is a b^T, and
+    w8^T is stored as such: so mm(dy8, w8^T) is dy8 w8, of (M, N) and (N, K).
 
     running: None, or delayed scaling's running maxima (3,) of input, weight and gradient, which forward and
     backward update. scale: its scales (3,), of earlier steps; with None they come from the tensors. cache:
@@ -323,6 +324,7 @@ class Matmul(torch.autograd.Function):
         ctx.arithmetic, ctx.running = arithmetic, running
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype = getattr(weight, 'dtype', None)
+        # the second of each is transposed, for backward
         x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
         update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
