@@ -72,7 +72,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer
+from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -667,6 +667,9 @@ def make(config, folder, paths, meta, tokenizer):
     write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
         tokenizer.save(folder)
+        if auto_differs(tokenizer.folder, tokenizer):
+            say(f"# transformers' AutoTokenizer gives other ids than {tokenizer.folder}/tokenizer.json, "
+                'whose ids these are: load it by PreTrainedTokenizerFast elsewhere')
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
     print_counts(meta, progress)

@@ -360,7 +360,7 @@ class Examples:
             stop, calls = self._stop(clean, end, limit), message.get('tool_calls', ())
             # to the stop, if the template writes one, or to the end of what it marks
             last = stop.end() if stop else max([end, *(to for first, to in generated if first < end)])
-            if not all(name in whole[start:last] for name in names_of(calls)):
+            if not all(call['function']['name'] in whole[start:last] for call in calls):
                 raise DataError('the chat template does not write the calls of the assistant')
             if calls and not stop and not generated:
                 raise DataError('the chat template writes no stop after the calls of the assistant')
@@ -434,13 +434,6 @@ def marked_text(value, pattern):
     if isinstance(value, list):
         return [marked_text(each, pattern) for each in value]
     return pattern.sub(rf'{TEXT}\g<0>{TEXT}', value) if isinstance(value, str) else value
-
-
-def names_of(tools):
-    """Return the names of the functions that tools, or calls, have."""
-    functions = [tool.get('function', tool) for tool in tools]
-    names = [function.get('name') for function in functions if isinstance(function, dict)]
-    return [name for name in names if isinstance(name, str)]
 
 
 # ------------------------------------------------------------------------------- before a run
