@@ -539,8 +539,9 @@ def model_line(c, weights=''):
 
 def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
-    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens '
-            f'x {length.micro_steps} micro-steps x {world_size} ranks '
+    factors = ''.join(f' x {n} {name}' for n, name in (
+        (length.micro_steps, 'micro-steps'), (world_size, 'ranks')) if n > 1)
+    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens{factors} '
             f'= {length.tokens_per_step:,} tokens a step')
 
 
