@@ -811,6 +811,8 @@ def training_words(config, name, meta):
         words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
     elif asked == 'byte':
         words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
+    elif (name, asked) == ('fineweb_edu', 'gpt2'):
+        words.insert(0, 'config/gpt2_fp8.py')
     return [*words, f'--checkpoint_dir=checkpoints_{name}']
 
 

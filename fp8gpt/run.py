@@ -16,7 +16,7 @@ import shutil
 
 import torch
 
-from fp8gpt import checkpoint, data, gpus, lora, optim, pretrained, sft, shards
+from fp8gpt import checkpoint, data, files, gpus, lora, optim, pretrained, sft, shards
 from configurator import Config, MissingError, SettingError
 from fp8gpt.distributed import once_a_node
 from model import PRESETS, GPTConfig, lacks_bf16_units
@@ -69,6 +69,8 @@ class Run:
         if data_required and not resumed:
             check_adapters(config)
         notes = replace_requests(config, device)
+        if config['resume'] == 'auto' and not resumed and (others := files.checkpoints()):
+            notes.append(f'resume    a new run: {config["checkpoint_dir"]} has no checkpoint{others}')
         if resumed and resumed.get('lora'):
             source = pretrained.base_of_adapters(resumed['lora'])
         else:
@@ -539,10 +541,12 @@ def model_line(c, weights=''):
 
 def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
-    factors = ''.join(f' x {n} {name}' for n, name in (
-        (length.micro_steps, 'micro-steps'), (world_size, 'ranks')) if n > 1)
-    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens{factors} '
-            f'= {length.tokens_per_step:,} tokens a step')
+    factors = f'{config["batch_size"]} x {config["block_size"]} tokens'
+    if length.micro_steps > 1:
+        factors += f' x {length.micro_steps} micro-steps'
+    if world_size > 1:
+        factors += f' x {world_size} ranks'
+    return f'batch     {factors} = {length.tokens_per_step:,} tokens a step'
 
 
 def length_line(run, length, model, tokens_per_epoch=0):

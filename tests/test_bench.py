@@ -33,7 +33,7 @@ def test_pair_and_lora_are_runs_of_train_fp8(tiny, tmp_path):
     assert 'done: ' in out and 'tensorwise' not in native['recipe']
     assert 0 != abs(native['loss difference, %']) < 1
     assert native['ratio'] == pytest.approx(native['FP8 tokens/s'] / native['bf16 tokens/s'])
-    assert re.fullmatch(r'(FP8|SLOWER) x\d+\.\d\d', native['verdict'])
+    assert re.fullmatch(r'(FP8|train in bf16:|SLOWER) x\d+\.\d\d', native['verdict'])
     assert te == {'backend': 'te', 'recipe': 'delayed', 'verdict': te['verdict']}
     assert te['verdict'].startswith('fp8_backend=te ')
     run('bench.py', 'lora', *words, '--ranks=0,4', '--lora_targets=all', '--fp8_backend=native')
@@ -123,8 +123,10 @@ def test_pair_says_what_the_logs_say_of_the_steps_after_the_first(scripts, tiny,
     [row] = result(tmp_path, 'pair-flags')['rows']
     assert row == {
         'backend': 'native', 'recipe': 'tensorwise', 'bf16 loss': 2.0, 'FP8 loss': 2.02, 'bf16 GB': None,
-        'FP8 GB': None, 'bf16 tokens/s': 1000.0, 'FP8 tokens/s': 1000.0, 'ratio': 1.0, 'verdict': 'FP8 x1.00',
-        'loss difference, %': pytest.approx(1)}
+        'FP8 GB': None, 'bf16 tokens/s': 1000.0, 'FP8 tokens/s': 1000.0, 'ratio': 1.0,
+        'verdict': 'train in bf16: x1.00', 'loss difference, %': pytest.approx(1)}
+    said = [bench.gain({'bf16': seconds, 'FP8': 1.0})['verdict'] for seconds in (0.9, 1.04, 1.05)]
+    assert said == ['SLOWER x0.90', 'train in bf16: x1.04', 'FP8 x1.05']
     assert [(flags['fp8_backend'], flags['max_steps'], flags['log_freq']) for flags in ran] == [
         ('off', 20, 1), ('native', 20, 1)]
 

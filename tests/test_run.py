@@ -12,7 +12,7 @@ from fp8gpt import distributed
 from fp8gpt.optim import OPEN
 from fp8gpt.run import Length, Run, find_end, micro_steps, packing_lines
 from configurator import MachineError, MissingError, SettingError, configure
-from conftest import ROOT
+from conftest import ROOT, TINY, run, write_tiny_data
 from helpers import checkpoint_of
 from model import GPT, PRESETS, GPTConfig
 
@@ -433,3 +433,12 @@ def test_what_windows_cut_and_few_steps_are_said():
         first, *lines = packing_lines(train, length)
         assert first.endswith('9 examples in 8 windows, 10.0% of them padding; 4 steps an epoch')
         assert [start in line for start, line in zip(expected, lines, strict=True)] == [True] * len(expected)
+
+
+def test_a_resume_that_finds_nothing_says_what_is_elsewhere(tmp_path):
+    words = [ROOT / 'train.py', *TINY, f'--dataset={write_tiny_data(tmp_path)}', '--checkpoint_dir=gtp2']
+    assert 'a new run' not in run(*words, '--resume=auto', '--dry_run', cwd=tmp_path).stdout
+    (tmp_path / 'gpt2').mkdir()
+    (tmp_path / 'gpt2/latest.pt').touch()
+    said = run(*words, '--resume=auto', '--dry_run', cwd=tmp_path).stdout
+    assert 'resume    a new run: gtp2 has no checkpoint (there are checkpoints in gpt2)' in said
