@@ -144,6 +144,8 @@ def test_an_output_layer_that_cannot_be_told():
     tied = nn.Sequential(table, nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))
     tied[2].weight = table.weight
     assert fp8.output_layers(tied) == ['2']
+    of_classes = {'label': nn.Embedding(64, 128), 'q': nn.Linear(64, 64), 'k': nn.Linear(64, 64)}
+    assert fp8.output_layers(nn.ModuleDict(of_classes)) == ['k']        # which may be one: it is the last
 
 
 # ------------------------------------------------------------------------------------------- kinds of linears
@@ -532,3 +534,34 @@ def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
     model[0].weight = None      # as LoRA has it
     model[0].wt8 = model[0].wt8_scale_inv = None
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_a_parametrized_weight_is_computed_once_a_forward():
+    """As in nn.Linear: spectral_norm iterates at each look."""
+    for paused in (True, False):
+        model, seen = stack(), []
+        fp8.convert(model, on_a_cpu('native', 'tensorwise'))
+
+        class Seen(nn.Module):
+            def forward(self, weight):
+                seen.append(1)
+                return weight
+        nn.utils.parametrize.register_parametrization(model[2], 'weight', Seen())
+        seen.clear()
+        with fp8.paused() if paused else contextlib.nullcontext():
+            model(torch.randn(32, 64))
+        assert len(seen) == 1
+
+
+def test_a_state_of_a_part_that_was_converted_anew_is_refused():
+    model, choice = nn.Sequential(stack(), stack()), on_a_cpu('native', 'delayed')
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    with pytest.warns(UserWarning, match='saw no training pass'):      # no backward: gradients have no scale
+        state.calibrate(lambda: model(torch.randn(32, 64)))
+    for other in fp8.OFF, on_a_cpu('native', 'tensorwise'):
+        fp8.convert(model[1], other)
+        with pytest.raises(RuntimeError, match='make another'):
+            state.after_step()
+    with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
+        fp8.choose(fp8.Options(), 'cpu')

@@ -24,8 +24,8 @@ import torch.nn as nn
 
 from .backends import BACKENDS, Backend
 from .linear import (  # noqa: F401
-    ADDED, FORMATS, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE, DeviceError, Fp8Linear,
-    OptionError, mode, paused, set_mode, update_amax)
+    ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE,
+    DeviceError, Fp8Linear, OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
 # names of output layers, anywhere and outside numbered blocks
@@ -141,6 +141,8 @@ def choose(options, place):
     reason says why. Any other backend or recipe is an order: it runs, or choose raises OptionError (there is
     no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
     try te or mxfp8 first."""
+    if not (isinstance(options, Options) and isinstance(place, Place)):
+        raise OptionError('choose takes fp8.Options(...) and fp8.Place(device, tokens=...)')
     check_options(options)
     request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
     if first == 'off' or request and not options.use_fp8:
@@ -377,11 +379,13 @@ def why_not_converted(module, name, names=None):
 def output_layers(model):
     """Return the names of the linears that compute logits: the model's get_output_embeddings(), each that
     shares an embedding's weight, and each that is called like one. Outside numbered blocks or at the end,
-    also each that is as wide as an embedding has rows, or as config has classes."""
+    also each that is as wide as an embedding has rows, or as config has classes; outside, of an embedding
+    with more rows than columns, since a table of classes may be as long as layers are wide."""
     config = getattr(model, 'config', None)
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     widths = {getattr(config, name, None) for name in ('vocab_size', 'num_labels', 'num_classes')}
-    widths |= {table.num_embeddings for table in tables}
+    rows = {table.num_embeddings for table in tables}
+    widths |= {table.num_embeddings for table in tables if table.num_embeddings > table.embedding_dim}
     own = getattr(model, 'get_output_embeddings', lambda: None)()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = []
@@ -390,7 +394,8 @@ def output_layers(model):
         outside = words == name.split('.')
         if (module is own or any(module.weight is table.weight for table in tables)
                 or words and (words[-1] in HEADS or outside and words[-1] in LAST)
-                or (outside or name == [*linears][-1]) and module.out_features in widths):
+                or outside and module.out_features in widths
+                or name == [*linears][-1] and module.out_features in widths | rows):
             found.append(name)
     return found
 
@@ -597,7 +602,7 @@ class State:
         with no_trace(self.model), set_mode(calibrating=True):
             for _ in range(1 if self.layers else 2):
                 run()
-            if self.layers and not torch.stack(self.tensors('amax')).any():
+            if self.layers and not torch.stack(self.tensors('amax')).any(0)[[INPUT, GRAD]].all():
                 warnings.warn('calibrate(run) saw no training pass, so scales are 1: run() is a forward and '
                               'backward pass, outside of torch.no_grad and fp8.paused', stacklevel=2)
             self.needs_calibration = False
@@ -616,8 +621,10 @@ class State:
         self.forget()
 
     def check_model(self):
-        """Raise RuntimeError after another fp8.convert of the model."""
-        if self.weight_cache.refresh not in self.model._forward_pre_hooks.values():     # see make_plain
+        """Raise RuntimeError after another fp8.convert of the model, or of a part of it."""
+        hooks, layers = self.model._forward_pre_hooks.values(), self.layers.values()
+        if (self.weight_cache.refresh not in hooks      # see make_plain
+                or any(vars(layer).get('amax') is None for layer in layers)):
             raise RuntimeError('the model was converted anew since this State was made: make another, and '
                                'call its calibrate(run) if scaling is delayed')
 
@@ -651,7 +658,7 @@ class State:
         """Return what a checkpoint keeps beside the weights; {} except for delayed scaling."""
         if not self.layers:
             return {}
-        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history,
+        return {'layers': list(self.layers), 'steps': self.steps, 'history': self.history.clone(),
                 'scale': torch.stack(self.tensors('scale')), 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):

@@ -453,8 +453,10 @@ class Fp8Linear(nn.Linear):
         x = autocast(input)
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
             held = self
-            if self.weight is None:     # WeightCache has moved it to the host's memory
-                weight = self.host_weight.to(x.device, non_blocking=True)
+            if self._parameters.get('weight') is None:
+                weight = self.weight    # once: a parametrization computes it
+                if weight is None:      # WeightCache has moved it to the host's memory
+                    weight = self.host_weight.to(x.device, non_blocking=True)
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
@@ -463,13 +465,14 @@ class Fp8Linear(nn.Linear):
 
     def operands(self):
         """Return Matmul's arguments after x."""
-        if hasattr(self.weight, '__tensor_flatten__'):      # torchao's quantize_ has replaced it
-            raise TypeError(f'FP8 casts no {type(self.weight).__name__}, which a weight of this model is: '
+        weight = self.weight    # once: a parametrization computes it
+        if hasattr(weight, '__tensor_flatten__'):       # torchao's quantize_ has replaced it
+            raise TypeError(f'FP8 casts no {type(weight).__name__}, which a weight of this model is: '
                             'call fp8.convert(model, fp8.OFF)')
         cache = [getattr(self, name) for name in WEIGHT_CACHE] if self.is_cast() else ()
         scale = None if mode.calibrating else self.scale
         amax = self.amax if torch.is_grad_enabled() else None   # an evaluation leaves no trace
-        return self.weight, self.bias, self.arithmetic, amax, scale, *cache
+        return weight, self.bias, self.arithmetic, amax, scale, *cache
 
     def is_cast(self):
         """Return whether WEIGHT_CACHE holds the weight as it is now: functional_call may have replaced it,
