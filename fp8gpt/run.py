@@ -69,8 +69,6 @@ class Run:
         if data_required and not resumed:
             check_adapters(config)
         notes = replace_requests(config, device)
-        if config['resume'] == 'auto' and not resumed and (others := files.checkpoints()):
-            notes.append(f'resume    a new run: {config["checkpoint_dir"]} has no checkpoint{others}')
         if resumed and resumed.get('lora'):
             source = pretrained.base_of_adapters(resumed['lora'])
         else:
@@ -207,6 +205,8 @@ class Run:
                              f'nanoGPT divides it by {world_size}')
         if self.resumed:
             lines += resume_lines(self, length, train.n_windows)
+        elif config['resume'] == 'auto' and (others := files.checkpoints()):
+            lines.append(f'resume    a new run: {config["checkpoint_dir"]} has no checkpoint{others}')
         lines += self.changes
         if config['sharding_mode'] != 'ddp':
             over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'

@@ -259,12 +259,17 @@ class Examples:
             'have answers that the template does not mark, which are no targets': not all(targets),
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
         said = [note for note, is_so in notes.items() if is_so]
+        return ids, mask, n_bytes, said or self._left_out(messages, tools, whole)
+
+    def _left_out(self, messages, tools, whole):
+        """Return what is to be said of messages and tools that their text `whole` lacks."""
+        said = []
         if not all(words_beside_answer(message) in whole for message in messages):
-            said = said or [NOT_AS_THEY_ARE]
+            said.append(NOT_AS_THEY_ARE)
         with contextlib.suppress(DataError):    # of a template that wants tools
             if tools and self._rendered(messages, None)[0] == whole:
                 said.append('have tools that the chat template does not write')
-        return ids, mask, n_bytes, said
+        return said
 
     def _targets(self, answer, clean, generated):
         """Return [(start, end)] of what is learned of an answer, as from _answers: all, or the words that the
