@@ -74,6 +74,7 @@ from fp8gpt.gpus import device_name
 from fp8gpt.run import Run
 from fp8gpt.selfcheck import choose_precision
 from model import Linear
+from plan import WORTH
 
 
 # --------------------------------------------------------------------------------- what is compared with what
@@ -112,12 +113,16 @@ def matrix(arguments):
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
 
 
-def gain(times):
+def gain(times, least=1.0):
     """Return the last columns of a row: the time without FP8 over FP8's, of {precision: seconds}, and a
-    verdict, as plan.py's: for equal loss FP8 takes a few more tokens."""
+    verdict. least: from which FP8 is worth it, as plan.WORTH is for a whole run."""
     without, in_fp8 = times.values()
     ratio = without / in_fp8
-    said = 'FP8' if ratio >= 1.05 else 'train in bf16:' if round(ratio, 2) >= 1 else 'SLOWER'
+    said = 'FP8'
+    if round(ratio, 2) < 1:
+        said = 'SLOWER'
+    elif round(ratio, 2) < least:
+        said = 'train in bf16:'
     return {'ratio': ratio, 'verdict': f'{said} x{ratio:.2f}'}
 
 
@@ -153,7 +158,7 @@ def bench_steps(arguments, words):
         speed = statistics.median(curves.speeds[step] for step in range(WARMUP + 1, steps + 1))
         row[f'{precision} tokens/s'], times[precision] = speed, 1 / speed
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row[f'{run.config["dtype"]} loss'] - 1)
-    yield row | gain(times)
+    yield row | gain(times, WORTH)
 
 
 # ------------------------------------------------------------------------------------------------------- gemm
