@@ -501,12 +501,9 @@ class Config(dict):
 
     @property
     def changes(self):
-        """Return a line about each difference from the checkpoint, but for what 'auto' has become."""
-        found = []
-        for name, value in self.inherited.items():
-            if self[name] != value and (name in self.given or value != 'auto'):
-                found.append(f'{name}: {value!r} in the checkpoint, now {self[name]!r}')
-        return found
+        """Return a line about each difference from the checkpoint."""
+        return [f'{name}: {value!r} in the checkpoint, now {self[name]!r}'
+                for name, value in self.inherited.items() if self[name] != value]
 
 
 def nearest(name, names):

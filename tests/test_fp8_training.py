@@ -67,6 +67,7 @@ def test_a_run_in_fp8_goes_on_in_fp8_by_the_same_backend_or_stops(delayed, tmp_p
         return 'train_fp8.py', f'--resume={tmp_path}/saved.pt', f'--checkpoint_dir={tmp_path}/on'
     out = run(*saved_by('emulate'), '--use_fp8', '--dry_run').stdout
     assert '8 of 9 linears, tensorwise (emulate)' in out
+    assert "'auto' in the checkpoint" not in out       # what auto took is no change
     words = *saved_by('te'), '--max_steps=11'
     code, message = refused(*words)
     assert code == 1
