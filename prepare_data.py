@@ -668,8 +668,8 @@ def make(config, folder, paths, meta, tokenizer):
     if tokenizer.folder:
         tokenizer.save(folder)
         if auto_differs(tokenizer.folder, tokenizer):
-            say(f"# transformers' AutoTokenizer gives other ids than {tokenizer.folder}/tokenizer.json, "
-                'whose ids these are: load it by PreTrainedTokenizerFast elsewhere')
+            say(f"# transformers' AutoTokenizer does not give the ids of {tokenizer.folder}/tokenizer.json, "
+                'which these are: load it by PreTrainedTokenizerFast elsewhere')
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
     print_counts(meta, progress)
@@ -677,8 +677,8 @@ def make(config, folder, paths, meta, tokenizer):
 
 def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
+    names = {'bytes': 'bytes of targets'} if meta['template'] else {}
     for split, counts in meta['splits'].items():
-        names = {'bytes': 'bytes of targets'} if meta['template'] else {}
         line = ', '.join(f'{n:,} {names.get(unit, unit)}' for unit, n in counts.items())
         print(f'{split:5} {line}')
     for note, (rows, first) in progress['noted'].items():

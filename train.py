@@ -98,7 +98,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog
+from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog, sft
 from fp8gpt.run import Run
 from fp8gpt.tokenizer import get_tokenizer, keep_files
 from model import GPT, PRESETS, Linear, Penalty, generate
@@ -109,7 +109,6 @@ if config['list_checkpoints']:
     raise SystemExit
 config = pretrained.fine_tuning(__file__, config)  # for a Hugging Face model: its config file and tokenizer
 if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
-    from fp8gpt import sft
     config = sft.ready(config)  # prepares examples that are not prepared yet
 ranks = distributed.init(config['device'])
 run = Run.of(config, ranks.device)

@@ -116,7 +116,7 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog
+from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog, sft
 from fp8gpt.run import Run
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
@@ -129,7 +129,6 @@ if config['list_checkpoints']:
     raise SystemExit
 config = pretrained.fine_tuning(__file__, config)  # for a Hugging Face model: its config file and tokenizer
 if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
-    from fp8gpt import sft
     config = sft.ready(config)  # prepares examples that are not prepared yet
 ranks = distributed.init(config['device'])
 run = Run.of(config, ranks.device)
@@ -325,7 +324,7 @@ while step < last_step:
     if due:
         replay.forget()
         with clock.paused():
-            with fp8.paused():      # both scripts evaluate in bf16
+            with fp8.paused():      # both scripts evaluate without FP8
                 stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
     if stopping:
         break

@@ -111,7 +111,8 @@ class Packing:
         kept = examples[2] > 0
         self.left_out = int((~kept).sum())
         self.starts, lengths, targets = examples[:, kept]
-        self.cut, self.lost = int((lengths > size).sum()), int((lengths - size).clip(0).sum())
+        self.cut = int((lengths > size).sum())
+        self.lost = int((lengths - size).clip(0).sum())
         self.lengths = np.minimum(lengths, size).astype(np.int32)
 
         ends = np.append(0, np.cumsum(self.lengths))

@@ -199,7 +199,7 @@ class Run:
             per_epoch = train.n_windows * train.block_size
             lines += packing_lines(train, length)
             lines += [batch_line(config, length, world_size), length_line(self, length, model, per_epoch),
-                      length.cut, few_steps_line(length, per_epoch)]
+                      length.cut, few_steps_line(length, per_epoch, train.packing)]
             if world_size > 1 and 'gradient_accumulation_steps' in config.layers[-1]:
                 lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
                              f'nanoGPT divides it by {world_size}')
@@ -249,10 +249,11 @@ def over_checkpoint(config, resumed, path):
     if not resumed['optimizer']:
         raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
-    files, typed = config.layers
-    if (resumed['config'].get('optimizer'), files.get('optimizer')) == ('adamw', 'adamw8bit'):
-        files = {name: value for name, value in files.items() if name not in ON_A_CPU}     # it began on one
-    config = Config(config.script, [files, typed], config.stem).over(resumed['config'], NEVER_INHERITED)
+    of_files, typed = config.layers
+    if (resumed['config'].get('optimizer'), of_files.get('optimizer')) == ('adamw', 'adamw8bit'):
+        # it began on a CPU
+        of_files = {name: value for name, value in of_files.items() if name not in ON_A_CPU}
+    config = Config(config.script, [of_files, typed], config.stem).over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
         before = config.inherited.get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
@@ -566,8 +567,12 @@ def length_line(run, length, model, tokens_per_epoch=0):
             f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
-def few_steps_line(length, tokens_per_epoch):
-    """Return a warning where one or two steps read all the data more than once, else ''."""
+def few_steps_line(length, tokens_per_epoch, packing=None):
+    """Return a warning where one or two steps read all the data more than once, or epochs of examples, which
+    have a packing, are a few steps; else ''."""
+    if packing and length.last_step < FEW and length.ended_by.startswith('num_epochs'):
+        return (f'WARNING: {length.last_step} steps teach little: a higher --num_epochs or a smaller '
+                '--batch_size makes more of them')
     epochs = length.last_step * length.tokens_per_step / tokens_per_epoch
     if length.last_step > 2 or epochs <= 1:
         return ''
@@ -584,9 +589,6 @@ def packing_lines(train, length):
     steps = math.ceil(train.n_windows / length.sequences_per_step)
     lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
              f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
-    if length.last_step < FEW and length.ended_by.startswith('num_epochs'):
-        lines.append(f'WARNING: {length.last_step} steps teach little: a higher --num_epochs or a smaller '
-                     '--batch_size makes more of them')
     if packing.cut:
         lines.append(f'packed    {packing.cut:,} examples are longer than block_size={train.block_size}: '
                      f'their ends are cut off, {packing.lost / train.tokens:.1%} of all tokens')

@@ -111,7 +111,9 @@ def prepared_dir(config):
 def name_of_prepared(config):
     """Return dataset_name of settings; of a file of rows, with the template behind it that was asked for."""
     name, template = dataset_name(config['dataset']), config.get('template', 'auto')
-    return f'{name}_{template}' if config['dataset'].endswith(ROWS) and template != 'auto' else name
+    if config['dataset'].endswith(ROWS) and template != 'auto':
+        name += f'_{template}'
+    return name
 
 
 def naming_flags(config):

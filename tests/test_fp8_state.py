@@ -78,6 +78,10 @@ def test_a_weight_of_zeros_and_a_layer_without_tokens_train():
         state.after_step()
     assert linear.scale.tolist() == [E4M3, E4M3 / 16, E5M2]     # amaxes 1, and two steps of 0.5 * 16
     saved = state.state_dict()
+    before = saved['history'].clone()
+    model(200 * ONES).sum().backward()
+    state.after_step()
+    assert torch.equal(saved['history'], before), 'as it was when it was taken'
     saved['scale'][:] = 0
     state.load(saved)
     assert linear.scale.tolist() == [1.0, 1.0, 1.0]

@@ -277,7 +277,7 @@ def test_an_exports_tokenizer_gives_the_ids_of_the_training(tmp_path):
     (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "the number {i}"}}\n' for i in range(9)))
     words = 'prepare_data.py', 'mine', f'--data_files={tmp_path}/a.jsonl', f'--data_dir={tmp_path}'
     said = run(*words, f'--tokenizer={base}').stdout
-    assert "AutoTokenizer gives other ids than" in said and str(base) in said
+    assert "AutoTokenizer does not give the ids of" in said and str(base) in said
     assert 'AutoTokenizer' not in run(*words, f'--tokenizer={make_tokenizer(tmp_path / "as_it_is")}').stdout
     assert hf.write_tokenizer(ours, str(tmp_path / 'out'))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')

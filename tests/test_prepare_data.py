@@ -210,6 +210,9 @@ def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_pat
     paths = paths[::40]
     monkeypatch.setattr(prepare_data, 'find_stdlib', lambda: paths)
     assert 'to train on it: python train_fp8.py' in prepare_here('stdlib', f'--data_dir={tmp_path}')
+    config = {'dataset': 'fineweb_edu', 'tokenizer': 'gpt2'}
+    words = prepare_data.training_words(config, 'fineweb_edu', {'template': ''})
+    assert words[:2] == ['config/gpt2_fp8.py', '--dataset=fineweb_edu']
     documents = [pathlib.Path(path).read_bytes().decode('utf-8', 'replace') for path in paths]
     check(tmp_path / 'stdlib-byte', documents)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fp8gpt import distributed
 from fp8gpt.optim import OPEN
-from fp8gpt.run import Length, Run, find_end, micro_steps, packing_lines
+from fp8gpt.run import Length, Run, few_steps_line, find_end, micro_steps, packing_lines
 from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT, TINY, run, write_tiny_data
 from helpers import checkpoint_of
@@ -429,8 +429,9 @@ def test_what_windows_cut_and_few_steps_are_said():
         packing = types.SimpleNamespace(lengths=range(9), padding=0.1, cut=cut, lost=4, left_out=left_out)
         train = types.SimpleNamespace(packing=packing, n_windows=8, block_size=8, tokens=80)
         length = types.SimpleNamespace(
-            sequences_per_step=2, last_step=4 * epochs, ended_by=f'num_epochs={epochs}')
+            sequences_per_step=2, tokens_per_step=16, last_step=4 * epochs, ended_by=f'num_epochs={epochs}')
         first, *lines = packing_lines(train, length)
+        lines += filter(None, [few_steps_line(length, 64, packing)])
         assert first.endswith('9 examples in 8 windows, 10.0% of them padding; 4 steps an epoch')
         assert [start in line for start, line in zip(expected, lines, strict=True)] == [True] * len(expected)
 

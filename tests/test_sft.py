@@ -590,7 +590,8 @@ def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
     more = [f'--data_dir={tmp_path}', f'--checkpoint_dir={tmp_path}/c', '--max_steps=2', '--warmup_steps=1']
     for words in (['--init_from', root / 'one', f'--dataset={root}/a.jsonl'],
                   ['--init_from=scratch', '--tokenizer=byte', f'--dataset={path}', *MODEL, '--overwrite']):
-        assert 'latest.pt is step 2' in run('train.py', *words, *more, '--dtype=fp32').stdout
+        said = run('train.py', *words, *more, '--dtype=fp32').stdout
+        assert 'latest.pt is step 2' in said and ' is ready\n' in said and 'to train on it' not in said
         goes_on = run('train.py', *words, *more, '--resume=auto', '--max_steps=3').stdout
         assert 'latest.pt is step 3' in goes_on
     assert {path.name.rpartition('_')[0] for path in tmp_path.glob('*_*-*')} == {'a', 'pairs'}
