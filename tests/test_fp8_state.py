@@ -87,6 +87,29 @@ def test_a_weight_of_zeros_and_a_layer_without_tokens_train():
     assert linear.scale.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_last_layer_of_zeros_starts_all_layers_at_once():
+    """Those below it see their first gradient after a step; by a scale of 1, small ones would all be zeros,
+    one layer a step. They are as large as those that are known, to a factor that e5m2 holds."""
+    choice = on_a_cpu('native', 'delayed', interval=100)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in 'abcdef'))
+    nn.init.zeros_(model[-1].weight)
+    fp8.convert(model, choice)
+    state, x = fp8.State(model, choice), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+    def run():
+        model.zero_grad()
+        (model(x).sum() / 1e7).backward()
+
+    state.calibrate(run)
+    for _ in range(2):
+        run()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e4 * p.grad       # a step as of Adam, whose size is that of no gradient
+        state.after_step()
+    assert all(linear.weight.grad.any() for linear in model)
+
+
 def test_scales_of_other_layers_are_not_taken():
     def model():
         model = nn.Sequential(*(fp8.make_linear(on_a_cpu('native', 'delayed'), 32, 32, False) for _ in 'ab'))

@@ -328,6 +328,17 @@ def test_a_state_of_a_part_ends_with_a_conversion_of_the_whole():
         state.after_step()
 
 
+def test_a_state_ends_where_a_layer_comes_late():
+    model = stack()
+    choice, state = in_fp8(model, recipe='delayed')
+    state.calibrate(lambda: model(torch.ones(16, 64)).sum().backward())
+    late = stack()
+    fp8.convert(late, choice)
+    model.append(late)
+    with pytest.raises(RuntimeError, match='got other layers since this State was made: make another'):
+        state.after_step()
+
+
 def test_a_summary_of_parts_in_different_recipes():
     choices = on_a_cpu('native', 'delayed'), on_a_cpu('emulate', 'mxfp8')
     model = nn.Sequential(stack(), stack())
@@ -451,16 +462,23 @@ def one_of_two_ranks(rank, file, scales):
             ranks(torch.full((32, 64), amax)).sum().backward()
         state.after_step()
         scales[rank, number] = model[0].scale[0]
+    stage = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    model = stack() if rank else stack()[:1]        # as a pipeline's stages have other layers
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice, stage)
+    state.calibrate(lambda: model(torch.full((32, 64), 1.0 + 31 * rank)).sum().backward())
+    scales[rank, -1] = model[0].scale[0]
     distributed.leave()
 
 
 @pytest.mark.slow
 def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     """Rank 1 sees 32 in the first of two micro-steps, so that 448 / 32 is the scale of both; also of a model
-    within another module."""
-    scales = torch.zeros(2, len(WRAPPERS)).share_memory_()
+    within another module. In groups of their own, each has its own scale."""
+    scales = torch.zeros(2, len(WRAPPERS) + 1).share_memory_()
     torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
-    assert scales.unique().tolist() == [14.0]
+    assert scales[:, :-1].unique().tolist() == [14.0]
+    assert scales[:, -1].tolist() == [448.0, 14.0]
 
 
 def penalty(model):

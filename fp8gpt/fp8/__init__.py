@@ -557,19 +557,21 @@ def no_trace(model):
 
 
 class State:
-    """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights. A
-    scale is 1 until an amax was seen, as of a weight that starts at zero, or an expert without a token.
+    """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
+    Until its first amax, a weight that starts at zero, or an expert without a token, takes the scale of the
+    largest amax of the model's layers, which may lose small values, but not all as 1 would.
 
     Raises OptionError if choice.keep names no linear of the model, or the model was converted by another
-    choice. On several ranks, each makes one."""
+    choice. On several ranks, each makes one; group: those that hold the same layers; None: all."""
 
-    def __init__(self, model, choice):
+    def __init__(self, model, choice, group=None):
         names = list(reasons(model))
         for pattern in choice.keep:
             if not any(matches(name, pattern) for name in names):
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
-        self.model, self.choice, self.steps, self.divisor = model, choice, 0, 1
+        self.model, self.choice, self.group = model, choice, group
+        self.steps, self.divisor = 0, 1
         linears, ours = fp8_linears(model), (choice.recipe, choice.format, choice.backend)
         for name, module in linears.items():
             if getattr(module, 'about', ours) != ours:
@@ -621,12 +623,13 @@ class State:
         self.forget()
 
     def check_model(self):
-        """Raise RuntimeError after another fp8.convert of the model, or of a part of it."""
-        hooks, layers = self.model._forward_pre_hooks.values(), self.layers.values()
-        if (self.weight_cache.refresh not in hooks      # see make_plain
-                or any(vars(layer).get('amax') is None for layer in layers)):
-            raise RuntimeError('the model was converted anew since this State was made: make another, and '
-                               'call its calibrate(run) if scaling is delayed')
+        """Raise RuntimeError after another fp8.convert of the model or of a part of it, or where a layer with
+        delayed scaling was added or removed."""
+        layers = {m for m in self.model.modules() if isinstance(m, Fp8Linear) and m.amax is not None}
+        if (self.weight_cache.refresh not in self.model._forward_pre_hooks.values()     # see make_plain
+                or layers != {*self.layers.values()}):
+            raise RuntimeError('the model was converted anew or got other layers since this State was made: '
+                               'make another, and call its calibrate(run) if scaling is delayed')
 
     def forget(self):
         """Drop what was seen since the last step: amaxes, and casts of weights."""
@@ -642,15 +645,16 @@ class State:
     def _update_scales(self):
         amax, scales = torch.stack(self.tensors('amax')), self.tensors('scale')     # (layers, 3)
         if dist.is_initialized():
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         row = self.steps % len(self.history)
         # a step whose amax is not finite is skipped, and counts as the step before it
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
         if self.steps % self.choice.interval == 0:
-            largest = self.history.amax(0)
+            largest, before = self.history.amax(0), torch.stack(scales)
+            largest = largest.where((largest > 0) | (before != 1), largest.amax(0))
             ranges = [torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]]
             new = largest.new_tensor(ranges) * (1 / (largest * 2**self.choice.margin))
-            new = new.clamp(max=LARGEST_SCALE).where(largest > 0, torch.stack(scales))
+            new = new.clamp(max=LARGEST_SCALE).where(largest > 0, before)
             torch._foreach_copy_(scales, list(new.unbind()))
         self.steps += 1
 

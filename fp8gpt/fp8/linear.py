@@ -421,7 +421,7 @@ class Fp8Linear(nn.Linear):
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
         self.cast_of = None     # the weight in WEIGHT_CACHE, and its version
         vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
-        if delayed:     # fp8.State keeps and saves these; a scale is 1 where no amax was seen
+        if delayed:     # fp8.State keeps and saves these; a scale is 1 before the first amax
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
             self.scale = torch.ones_like(self.amax)
 
