@@ -100,13 +100,19 @@ def _links_in(directory):
 def save(directory, state, keep, best=False, before=0):
     """Write step_<state['step']>.pt on rank 0, unless it is there (a run reaches a step once), and name it
     latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then remove the oldest
-    step files but `keep` (0 = keep all) and the newest up to the step `before`. All ranks call this. Raises
-    DataError on a full disk: what was there before is untouched."""
+    step files but `keep` (0 = keep all) and the newest up to the step `before`; on a full disk these first.
+    All ranks call this. Raises DataError where that makes no room: the newest files are untouched."""
     path = step_path(directory, state['step'])
     if not rank_0s(exists(path)):
         state = gathered(state)
         if is_rank_0():
-            files.write(path, lambda file: torch.save(state, file))
+            fill = functools.partial(torch.save, state)
+            try:
+                files.write(path, fill)
+            except DataError:
+                if keep < 2 or not _remove_oldest(directory, keep - 1, before):
+                    raise
+                files.write(path, fill)
     if not is_rank_0():
         return
     _link(path, join(directory, 'latest.pt'))
@@ -114,12 +120,20 @@ def save(directory, state, keep, best=False, before=0):
         _link(path, join(directory, 'best_model.pt'))
         known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
         files.write_json(join(directory, 'best_model.json'), known)
+    if keep:
+        _remove_oldest(directory, keep, before)
+
+
+def _remove_oldest(directory, keep, before):
+    """Remove the oldest step files but `keep` and the newest up to the step `before`, if that is not 0.
+    Return the paths of those removed."""
     steps = steps_in(directory)
     # max_hours estimates `before`: the first step after it, where none is left before it
-    kept = max((step for step in steps if step <= before), default=min(steps)) if before else None
-    for old in list(steps.values())[:-keep] if keep else ():
-        if old != steps.get(kept) and is_ours(old):
-            os.remove(old)
+    kept = max((step for step in steps if step <= before), default=min(steps, default=0)) if before else None
+    old = [path for path in [*steps.values()][:-keep] if path != steps.get(kept) and is_ours(path)]
+    for path in old:
+        os.remove(path)
+    return old
 
 
 def gathered(state):

@@ -200,6 +200,23 @@ def test_a_full_disk_is_told_in_the_systems_words(tmp_path):
     assert str(refusal.value) == f'could not write {tmp_path}/a.pt (No space left on device)'
 
 
+def test_a_full_disk_takes_the_room_of_what_the_new_file_replaces(folder, monkeypatch):
+    """It has room for three: the best, the one before and the new one."""
+    def into_what_is_left(state, file, write=torch.save):
+        if len(steps_in(folder)) > 1:
+            raise OSError(28, 'No space left on device')
+        write(state, file)
+    for step in 1, 2, 3:
+        save(folder, state(step), keep=2, best=step == 1)
+    monkeypatch.setattr(torch, 'save', into_what_is_left)
+    save(folder, state(4), keep=2)
+    assert [*steps_in(folder)] == [3, 4] and step_in(find('best', folder)) == 1
+    for keep in 0, 1, 3:
+        with pytest.raises(UserError, match='No space left'):
+            save(folder, state(5), keep)
+        assert [*steps_in(folder)] == [3, 4]
+
+
 def test_the_highest_whole_step_is_the_latest(folder, tmp_path):
     """Also where its step file is gone; and wsd's run keeps the step before its decay."""
     for step in range(1, 7):
