@@ -372,11 +372,12 @@ Type a setting as --name=value, --name value, --flag or --no_flag, or put it int
 Names from other systems:"""
 
 
-def help_text(script):
-    """Return all that --help prints of a Script."""
+def print_help(script):
+    """Print what --help does of a Script, and end the process."""
     also = [f'--{theirs} sets --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
     also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
-    return '\n'.join([*script.help, HELP, also or 'none'])
+    print(*script.help, HELP, also or 'none', sep='\n')
+    sys.exit(0)
 
 
 # ----------------------------------------------------------------------------------------------- config files
@@ -512,6 +513,14 @@ def nearest(name, names):
     return f'; the nearest is {near[0]}' if near else ''
 
 
+def start_process():
+    """Set what a script's process has before torch is imported: errors of one line, and OpenMP's threads that
+    do not spin for milliseconds while they wait: on busy cores, a training step took 2.6 times as long
+    (docs/log.md)."""
+    one_line_errors()
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
+
+
 def settings_of_twins(script):
     """Return {name: default} of the settings of a Script and its twins, under all of their names."""
     settings = {}
@@ -529,14 +538,10 @@ def configure(path, argv=None, positional=None, nearby=()):
     value that is not allowed, a bare word too many; MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
-        one_line_errors()
-        # Before torch loads OpenMP, whose threads else spin for milliseconds while they wait: on busy cores,
-        # a training step took 2.6 times as long (docs/log.md).
-        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
+        start_process()
     script = read_script(path)
     if '--help' in argv or '-h' in argv:
-        print(help_text(script))
-        sys.exit(0)
+        print_help(script)
     known, files, flags, unknown, stem = settings_of_twins(script), {}, {}, [], ''
 
     def put(name, value, layer=flags, where='the command line'):

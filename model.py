@@ -665,7 +665,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     shape = c.n_layer, 2, len(idx), c.n_kv_head, length, c.head_dim     # 2: keys and values
     cache = torch.empty(shape, dtype=gpt.dtype, device=idx.device)
     generators = [torch.Generator(idx.device).manual_seed(seed + row) for row in range(len(idx))]
-    done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
+    done = idx[:, 0] < 0        # none yet
     ends = torch.tensor(stops, device=idx.device)
     for _ in range(max_new_tokens):
         if past + tokens.shape[1] > most:

@@ -91,16 +91,7 @@ def read_sweep(path, sweep):
         raise SettingError(f'{path}: {key} {BY_WANDB}; leave it out to run the grid here')
     if program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
-    words, axes = [], {}
-    command = sweep.get('command') or []
-    for word in map(str, command if isinstance(command, list) else [command]):
-        if word.startswith('--'):
-            setting, _, value = word.removeprefix('--').partition('=')
-            if setting not in {*PLACES, 'use_wandb'} and '${' not in value:     # those are W&B's agent's
-                words.append(word)
-        elif word not in COMMAND:
-            raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)} and '
-                               'words that begin with --, as --config=FILE')
+    words, axes = flags_of_command(path, sweep.get('command') or []), {}
     for name, given in sweep['parameters'].items():
         given = given if isinstance(given, dict) else {}
         values = [given['value']] if 'value' in given else given.get('values')
@@ -118,6 +109,21 @@ def read_sweep(path, sweep):
             raise SettingError(f'{path}: {word} would run Python, and a sweep file may be a stranger\'s: '
                                'type that file on the command line, or name a .yaml')
     return program, words, axes
+
+
+def flags_of_command(path, command):
+    """Return the flags of a sweep file's command that are settings here. Raises SettingError for a word that
+    is no flag and not in COMMAND."""
+    flags = []
+    for word in map(str, command if isinstance(command, list) else [command]):
+        if word.startswith('--'):
+            setting, _, value = word.removeprefix('--').partition('=')
+            if setting not in {*PLACES, 'use_wandb'} and '${' not in value:     # those are W&B's agent's
+                flags.append(word)
+        elif word not in COMMAND:
+            raise SettingError(f'{path}: command: {word} is refused: it may have {", ".join(COMMAND)} and '
+                               'words that begin with --, as --config=FILE')
+    return flags
 
 
 def points(words, name=None):

@@ -176,14 +176,8 @@ def read_config(theirs):
         return GPTConfig(**ours)
     if family is LLAMA and given.get('mlp_bias', False) != ours['bias']:
         raise SettingError('biases of attention alone, or of the MLP alone, are not built: both or none are')
-    attention, window = {*given.get('layer_types', ())}, theirs.get('sliding_window', 4096)
     slides = given.get('use_sliding_window') and ours['n_layer'] > given.get('max_window_layers', 0)
-    if slides or family is MISTRAL:
-        attention.add('sliding_attention')
-    if window is None or window >= ours['block_size']:
-        attention.discard('sliding_attention')
-    for name in attention - {'full_attention'}:
-        raise SettingError(f'{name} (sliding_window={window}) is not built: full_attention is')
+    check_attention(theirs, slides or family is MISTRAL, ours['block_size'])
     if 'full_attention' in rope or 'sliding_attention' in rope:
         raise SettingError('rope_parameters of each layer type are not built: one for all layers is')
     scaling = rope.get('rope_type', rope.get('type', 'default'))
@@ -193,6 +187,18 @@ def read_config(theirs):
         given.setdefault(ROPE['rope_original'], ours['block_size'])
         ours |= {field: given[name] for field, name in ROPE.items()}
     return GPTConfig(**ours, rope_theta=given['rope_theta'])
+
+
+def check_attention(theirs, slides, longest):
+    """Raise SettingError unless each layer of a config.json, a dict, looks at all tokens before, in a window
+    of `longest` tokens. slides: whether a sliding_window counts that no layer_types name."""
+    attention, window = {*(theirs.get('layer_types') or ())}, theirs.get('sliding_window', 4096)
+    if slides:
+        attention.add('sliding_attention')
+    if window is None or window >= longest:
+        attention.discard('sliding_attention')
+    for name in attention - {'full_attention'}:
+        raise SettingError(f'{name} (sliding_window={window}) is not built: full_attention is')
 
 
 def their_config(config):

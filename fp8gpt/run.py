@@ -76,12 +76,8 @@ class Run:
         before = resumed or source
         folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
-        if folder and not meta:
-            notes.append(f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
-                         'tokens, by their headers and sizes alone')
         if data_required:
-            check_data(config, folder, tokenizer, before)
-            check_template(config['template'], folder, meta.get('template', ''))
+            notes += check_data(config, folder, meta, tokenizer, before)
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
         notes += replace_optimizer(config, device, model_config.count_parameters())
         contents = {}
@@ -347,9 +343,11 @@ def dataset(config, required):
         return None, {}
 
 
-def check_data(config, folder, tokenizer, before):
-    """Raise SettingError where the dataset does not fit the model. before: the checkpoint or Hugging Face
-    model that the run starts from, or None. One that came without a tokenizer fits any."""
+def check_data(config, folder, meta, tokenizer, before):
+    """Raise SettingError where the dataset does not fit the model. Return a line, in a list, where it has no
+    meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
+    without a tokenizer fits any."""
+    check_template(config['template'], folder, meta.get('template', ''))
     typed = config.layers[-1].get('tokenizer')
     if typed in TOKENIZERS and typed != tokenizer:
         raise SettingError(f'{folder} is tokenized with {tokenizer}, not {typed}: leave out --tokenizer')
@@ -360,6 +358,8 @@ def check_data(config, folder, tokenizer, before):
     if nobody_named_a_model and not before and any(map(shards.is_mask, os.listdir(folder))):
         raise SettingError(f'{folder} has examples to fine-tune on, and init_from names no model: type '
                            '--init_from=MODEL, or --init_from=scratch for random weights')
+    return [] if meta else [f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
+                            'tokens, by their headers and sizes alone']
 
 
 def check_template(asked, folder, made):
