@@ -1,6 +1,7 @@
 """The casts and matrix multiplications against fp64, torchao, and CUDA's own checks."""
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 import shutil
@@ -31,6 +32,32 @@ def linear(recipe, format, mm, x, w, dy):
     spy, multiplied = spied(mm)
     arithmetic = Arithmetic(quantizers(recipe, format), spy)
     return products(x, w, dy, arithmetic), multiplied
+
+
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_autocast_changes_no_bit_of_a_product(backend):
+    """Around a whole model, as docs/fp8.md shows it, and around backward. fp16's weights run, too: under
+    autocast, a CPU refuses to stack them."""
+    autocast, found = functools.partial(torch.autocast, 'cpu', torch.bfloat16), {}
+    for recipe, weights in itertools.product(RECIPES, (torch.float32, torch.float16)):
+        linear = fp8.make_linear(on_a_cpu(backend, recipe), K, N).to(weights)
+        for around in itertools.product((contextlib.nullcontext, autocast), repeat=2):
+            x = operands()[0].requires_grad_()
+            with around[0]():
+                y = linear(x)
+            with around[1]():
+                gradients = torch.autograd.grad(y, [x, *linear.parameters()], operands()[2])
+            plain = found.setdefault((recipe, weights), (y, *gradients))
+            assert all(map(torch.equal, plain, (y, *gradients))), (recipe, weights, around)
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_model_without_values_gives_shapes(recipe):
+    for backend in 'native', 'emulate':
+        with torch.device('meta'):
+            linear = fp8.make_linear(on_a_cpu(backend, recipe), K, N)
+            linear(torch.empty(M, K)).sum().backward()
+        assert linear.weight.grad.shape == (N, K)
 
 
 def test_values_round_to_the_nearest_representable():

@@ -146,7 +146,8 @@ class Quantizer(NamedTuple):
         if self.block != TENSOR:
             amax = tiles.abs().amax((1, 3), keepdim=True)
         elif on_cpu(x):
-            amax = torch.stack(torch.aminmax(x)).abs().amax()   # a twentieth of vector_norm's time there
+            low, high = torch.aminmax(x)    # a twentieth of vector_norm's time there
+            amax = torch.maximum(high, -low).abs()      # of zeros, too, it is no -0
         else:
             amax = torch.linalg.vector_norm(x, torch.inf)
         if torch.compiler.is_compiling() and amax.dtype == torch.bfloat16 and not on_cpu(x):
@@ -251,7 +252,9 @@ def emulated_mm(a, b, out_dtype, bias=None, fast=False):
     """Return a (M, K) times b (N, K)^T, plus bias (N,): (M, N), multiplied and summed in fp32. This is the
     readable reference for the other products, and how a CPU multiplies."""
     check_cuda_rules(a, b)
-    product = a.dequantize() @ b.dequantize().t()
+    kind = 'cpu' if a.data.is_meta else a.data.device.type
+    with torch.autocast(kind, enabled=False):   # it would multiply in bf16
+        product = a.dequantize() @ b.dequantize().t()
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
@@ -385,7 +388,7 @@ def autocast(x):
     TypeError for integers, as nn.Linear does."""
     if not x.is_floating_point():
         raise TypeError(f'a linear multiplies floating-point numbers, not {x.dtype}')
-    kind = x.device.type
+    kind = 'cpu' if x.is_meta else x.device.type    # meta has no autocast
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
