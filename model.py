@@ -127,13 +127,9 @@ class GPTConfig:
         return 6 * n + 12 * self.n_layer * self.n_head * self.head_dim * tokens
 
     def count_parameters(self):
-        """Return the number of a GPT's parameters. One block is counted, without memory, for all of them."""
+        """Return the number of a GPT's parameters, counted without memory."""
         with torch.device('meta'):
-            block, norm = Block(self, Linear, 'h.0'), Norm(self, self.n_embd)
-        in_block, in_norm = (sum(p.numel() for p in part.parameters()) for part in (block, norm))
-        rows = self.padded_vocab_size * (1 if self.tie_embeddings else 2)
-        rows += self.block_size if self.position == 'learned' else 0
-        return self.n_layer * in_block + in_norm + rows * self.n_embd
+            return sum(p.numel() for p in GPT(self, seed=None).parameters())
 
 
 LLAMA_LIKE = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
