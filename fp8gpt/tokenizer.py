@@ -227,7 +227,8 @@ def auto_differs(folder, tokenizer):
     a PretrainedTokenizer: for some classes and models it replaces the pre-tokenizer of tokenizer.json."""
     import transformers
     try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False)     # not given, it asks the terminal
         ids = theirs(SAMPLE, add_special_tokens=False)['input_ids']
     except Exception:   # of any kind, as a stranger's files have it
         return True

@@ -118,6 +118,19 @@ def test_a_tokenizers_files_are_those_of_its_folder(made, tmp_path):
         shutil.rmtree(stranger)
 
 
+def test_no_python_of_a_folder_is_run_or_asked_about(made, tmp_path, monkeypatch, capsys):
+    """As of many a model of the hub: transformers would ask at the terminal, whose user types y."""
+    folder = tmp_path / 'theirs'
+    shutil.copytree(made, folder)
+    config = folder / 'tokenizer_config.json'
+    named = {'auto_map': {'AutoTokenizer': ['theirs.Slow', 'theirs.Fast']}, 'tokenizer_class': 'Fast'}
+    config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    (folder / 'theirs.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")')
+    monkeypatch.setattr('builtins.input', lambda asked: pytest.fail(asked))
+    assert tokenizer.auto_differs(folder, get_tokenizer(str(folder)))
+    assert not (tmp_path / 'ran').exists() and capsys.readouterr().out == ''
+
+
 @pytest.mark.parametrize('made_of, opening', [
     ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
     ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
