@@ -293,6 +293,8 @@ def file_rows(paths, meta, columns):
             rows = rows_of_file(path, columns, meta['settings'].get('encoding'), len(paths) == 1)
             for row in itertools.islice(rows, done, None):
                 done += 1
+                if isinstance(row, str):    # of a list of texts
+                    row = {'text': row}
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]

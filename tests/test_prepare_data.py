@@ -173,7 +173,7 @@ def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
 
 
 def test_every_position_is_where_a_restart_goes_on(tmp_path):
-    """In files of 5, 4, 3, 1, 3, 3, 14 and 5 documents, of eight kinds."""
+    """In files of 5, 4, 3, 1, 3, 3, 14, 5 and 12 documents, of nine kinds."""
     documents = texts(12)
     parquet(tmp_path / 'a.parquet', documents[:5], row_group_size=2)
     jsonl(tmp_path / 'b.jsonl', documents[5:9])
@@ -183,6 +183,7 @@ def test_every_position_is_where_a_restart_goes_on(tmp_path):
     (tmp_path / 'f.json').write_text(JSONL)
     pack(tmp_path / 'g.txt.gz', LINES.encode('utf-16'))
     pack(tmp_path / 'h.parquet.gz', (tmp_path / 'a.parquet').read_bytes())
+    (tmp_path / 'i.json').write_text(json.dumps(documents))     # texts, and no objects
     paths = prepare_data.find_files(f'{tmp_path}/*')
 
     def rows_after(position):
@@ -191,7 +192,8 @@ def test_every_position_is_where_a_restart_goes_on(tmp_path):
     rows = rows_after(None)
     before = [*documents, 'import os\n\n\n' * 10_000, *ROW_TEXTS, *ROW_TEXTS]
     found = [row['text'] for row, _ in rows]
-    assert found[:19] == before and ''.join(found[19:-5]) == LINES and found[-5:] == documents[:5]
+    assert found[:19] == before and ''.join(found[19:-17]) == LINES
+    assert found[-17:] == documents[:5] + documents
     for done, (_, position) in enumerate(rows, 1):
         assert rows_after(position) == rows[done:]
     path = tmp_path / 'long.jsonl'      # a row that Python's parser refuses for its length is one bad row
