@@ -116,14 +116,15 @@ def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
 @pytest.mark.parametrize('name, width', [
     *((name, 48) for name in 'lm_head head classifier score output_projection fc_out output fc out decoder '
                              'to_logits unembed embed_out proj_out logits'.split()),
-    ('up', 96), ('up', 80)])       # as many as config's vocabulary, and as the embedding's rows
+    # as many as config's vocabulary, as the embedding's rows, as the model's classes (timm's models have these)
+    ('up', 96), ('up', 80), ('up', 112)])
 def test_the_output_layer_by_its_name_or_width(name, width):
     model = nn.ModuleDict({
         'table': nn.Embedding(80, 64), name: nn.Linear(64, width),
         'heads': nn.ModuleList([nn.Linear(64, 32)]),
         'blocks': nn.ModuleList([nn.ModuleDict({'out': nn.Linear(64, 64), 'fc': nn.Linear(64, 96),
                                                 'down': nn.Linear(96, 64)})])})
-    model.config = transformers.GPT2Config(vocab_size=96)
+    model.config, model.num_classes = transformers.GPT2Config(vocab_size=96), 112
     assert sorted(fp8.output_layers(model)) == sorted([name, 'heads.0'])
     choice = on_a_cpu('native', 'tensorwise')
     fp8.convert(model, choice)

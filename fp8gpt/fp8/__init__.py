@@ -379,11 +379,11 @@ def why_not_converted(module, name, names=None):
 def output_layers(model):
     """Return the names of the linears that compute logits: the model's get_output_embeddings(), each that
     shares an embedding's weight, and each that is called like one. Outside numbered blocks or at the end,
-    also each that is as wide as an embedding has rows, or as config has classes; outside, of an embedding
-    with more rows than columns, since a table of classes may be as long as layers are wide."""
-    config = getattr(model, 'config', None)
+    also each that is as wide as an embedding has rows, or as the model or its config has classes; outside, of
+    an embedding with more rows than columns, since a table of classes may be as long as layers are wide."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    widths = {getattr(config, name, None) for name in ('vocab_size', 'num_labels', 'num_classes')}
+    widths = {getattr(holder, name, None) for holder in (model, getattr(model, 'config', None))
+              for name in ('vocab_size', 'num_labels', 'num_classes')}
     rows = {table.num_embeddings for table in tables}
     widths |= {table.num_embeddings for table in tables if table.num_embeddings > table.embedding_dim}
     own = getattr(model, 'get_output_embeddings', lambda: None)()
