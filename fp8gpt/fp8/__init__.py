@@ -479,10 +479,14 @@ class WeightCache:
     themselves go to the host's memory, from which evaluation in bf16 reads them. Sharded weights are not
     cached: their casts would be whole; nor are weights that a hook makes.
 
-    Casts are cached in steps of FEWEST or more micro-steps. A weight that changes within is cast again."""
+    te's linears keep casts of their own, in such steps alone.
+
+    Casts are cached in steps of FEWEST or more micro-steps. A weight that changes within is cast again, but
+    not where torch does not count the change: new_step after a fused optimizer or weight.data.copy_(...)."""
 
     def __init__(self, model, drop=False):
         self.linears = []
+        self.te = [module for module in model.modules() if 'cast_of' in vars(type(module))]
         for linear in model.modules():
             if has_weight(linear):
                 if linear.weight.requires_grad or not drop:
@@ -505,6 +509,8 @@ class WeightCache:
         for linear in self.linears:
             for name in ('cast_of', *WEIGHT_CACHE):
                 setattr(linear, name, None)
+        for linear in self.te:
+            linear.cast_of = () if self.caching else None   # () is no weight's
 
     def refresh(self, model, arguments):
         """Cast the weights that are not cached: a forward pre-hook of the model."""
