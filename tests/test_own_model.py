@@ -283,6 +283,21 @@ def test_weights_that_torchao_has_quantised_are_refused_in_words():
     assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'rowwise'])
+def test_an_exported_graph_has_no_gradients_and_leaves_the_model_trainable(recipe):
+    """It is Matmul's forward alone: the gradients of that would be wrong, and amaxes would take part in them.
+    """
+    model, x = stack(), torch.randn(32, 64)
+    _, state = in_fp8(model, recipe)
+    state.calibrate(lambda: model(x).sum().backward())
+    y = torch.export.export(model, (x,)).module()(x)
+    assert torch.equal(y, model(x)) and not y.requires_grad
+    assert not any(tensor.requires_grad for tensor in extra_tensors(model).values())
+    for _ in range(2):
+        model(x).sum().backward()
+        state.after_step()
+
+
 def test_a_complex_weight_stays():
     model = nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64), nn.Linear(64, 64))
     fp8.convert(model, on_a_cpu('native', 'tensorwise'))

@@ -285,10 +285,12 @@ INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 def update_amax(running, amaxes):
     """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), if there
-    are any. As they are maxima, recomputation in backward changes nothing."""
+    are any. As they are maxima, recomputation in backward changes nothing. They are detached, since an
+    exported graph runs what autograd does not see here."""
     if running is not None:
         # a zero for each: Inductor would compute a shared one in a kernel of its own
-        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
+        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].detach().float()
+                for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
@@ -463,6 +465,8 @@ class Fp8Linear(nn.Linear):
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
+        if torch.compiler.is_exporting():
+            y = y.detach()      # its graph is Matmul.forward, whose gradients would be those of scales alone
         # F.linear's own last step: FSDP2 warns of a module that returns a view
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
