@@ -1,6 +1,7 @@
 """FP8 on models that are not ours: transformers' Llama and ViT."""
 import contextlib
 import copy
+import functools
 import itertools
 import warnings
 
@@ -456,6 +457,27 @@ def test_memory_or_weights_given_to_a_model_without_any():
     model.load_state_dict(stack().state_dict(), assign=True)
     fp8.State(model, choice).calibrate(lambda: model(x).sum().backward())
     assert relative(model(x), stack()(x)) < 0.1
+
+
+def one_rank_that_looks(rank, file, changed):
+    torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=1)
+    model, x = stack(), torch.randn(32, 64)
+    choice, state = in_fp8(model, 'delayed')
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state.calibrate(lambda: wrapped(x).sum().backward())
+    wrapped(x).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for number, look in enumerate((state.calibrate, functools.partial(cast_health, model, choice))):
+        look(lambda: wrapped(9 * x).square().sum().backward())
+        changed[number] = not all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+    distributed.leave()
+
+
+@pytest.mark.slow
+def test_a_look_through_ddp_leaves_gradients_that_are_views_of_its_buckets(tmp_path):
+    changed = torch.ones(2, dtype=torch.bool).share_memory_()
+    torch.multiprocessing.spawn(one_rank_that_looks, (tmp_path / 'rank', changed), nprocs=1)
+    assert not changed.any()
 
 
 WRAPPERS = {

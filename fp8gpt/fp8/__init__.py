@@ -545,7 +545,7 @@ def cast_weight(linear, scale=None):
 def no_trace(model):
     """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
     as they were before. FP8's scales and casts are the caller's."""
-    gradients = {p: p.grad for p in model.parameters()}
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     held = [(module, name, tensor, tensor.clone()) for module in model.modules()
             for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
             if torch.is_tensor(tensor)]
@@ -553,9 +553,11 @@ def no_trace(model):
     try:
         yield
     finally:
-        for p, gradient in gradients.items():
-            p.grad = gradient
         with torch.no_grad():
+            for p, gradient, before in gradients:
+                p.grad = gradient
+                if gradient is not None:    # DDP's bucket, which a pass through DDP fills again
+                    gradient.copy_(before)
             for module, name, tensor, before in held:
                 setattr(module, name, tensor)
                 if not torch.equal(tensor, before):     # one that is not written may be expanded
