@@ -518,6 +518,25 @@ def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     assert scales[:, -1].tolist() == [448.0, 14.0]
 
 
+def test_pauses_end_in_any_order():
+    """Of two threads, or of generators such as a sampler: the last to end leaves FP8 on."""
+    def pauses():
+        with fp8.paused():
+            yield
+
+    first, second = pauses(), pauses()
+    for step, paused in ((first, True), (second, True), (first, True), (second, False)):
+        next(step, None)
+        assert fp8.mode.paused == paused
+    with fp8.paused():
+        with fp8.set_mode(paused=False):
+            with fp8.paused():
+                pass
+            assert not fp8.mode.paused
+        assert fp8.mode.paused
+    assert not fp8.mode.paused
+
+
 def penalty(model):
     """The gradients of a gradient's norm, as a Wasserstein GAN's penalty has them."""
     x = torch.linspace(-1, 1, 32 * 64).view(32, 64).requires_grad_()

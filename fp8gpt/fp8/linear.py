@@ -366,22 +366,33 @@ class Matmul(torch.autograd.Function):
 
 # How all FP8 linears of the process compute. paused: without FP8, in the dtype of their input, as evaluation
 # and sampling do. calibrating: delayed scaling takes its scales from the tensors themselves.
-mode = types.SimpleNamespace(paused=False, calibrating=False)
+USUAL = {'paused': False, 'calibrating': False}
+mode = types.SimpleNamespace(**USUAL)
+entered = []    # each set_mode that has not ended, the first to begin first
 
 
-@contextlib.contextmanager
-def set_mode(**attributes):
-    """Set attributes of `mode` within a `with` statement, as in set_mode(calibrating=True)."""
-    before = vars(mode).copy()
-    vars(mode).update(attributes)
-    try:
-        yield
-    finally:
-        vars(mode).update(before)
+class set_mode(contextlib.ContextDecorator):
+    """Sets attributes of `mode` within a `with` statement, as in set_mode(calibrating=True). Those of several
+    threads or generators may end in any order."""
+
+    def __init__(self, **attributes):
+        self.attributes = attributes
+
+    def __enter__(self):
+        entered.append(self)
+        vars(mode).update(self.attributes)
+
+    def __exit__(self, *error):
+        entered.remove(self)
+        attributes = {**USUAL}
+        for each in entered:
+            attributes.update(each.attributes)
+        vars(mode).update(attributes)
 
 
 def paused():
-    """Return a context in which every FP8 linear, of any backend, computes in its input's dtype."""
+    """Return a context in which every FP8 linear, of any backend and in all threads, computes in its input's
+    dtype."""
     return set_mode(paused=True)
 
 
