@@ -445,6 +445,16 @@ def test_scales_and_casts_keep_their_types(change):
     assert y.dtype == model[0].weight.dtype and relative(y.float(), plain(x)) < 0.1
 
 
+@pytest.mark.parametrize('backend, recipe', [('native', 'tensorwise'), ('torchao', 'rowwise')])
+def test_autocast_leaves_fp64_as_it_leaves_it_to_a_linear(backend, recipe):
+    plain, model, x = stack().double(), stack().double(), torch.randn(32, 64, dtype=torch.float64)
+    fp8.convert(model, on_a_cpu(backend, recipe))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(x).dtype == plain(x).dtype == torch.float64
+        with fp8.paused():
+            assert torch.equal(model(x), plain(x))
+
+
 def test_memory_or_weights_given_to_a_model_without_any():
     x, choice = torch.randn(32, 64), on_a_cpu('native', 'delayed')
     with torch.device('meta'):

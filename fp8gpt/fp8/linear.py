@@ -397,12 +397,13 @@ def paused():
 
 
 def autocast(x):
-    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function. Raises
-    TypeError for integers, as nn.Linear does."""
+    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function; fp64 stays,
+    as in nn.Linear. Raises TypeError for integers, as nn.Linear does."""
     if not x.is_floating_point():
         raise TypeError(f'a linear multiplies floating-point numbers, not {x.dtype}')
     kind = 'cpu' if x.is_meta else x.device.type    # meta has no autocast
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    lower = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if lower else x
 
 
 def falls_back(x, multiple):
