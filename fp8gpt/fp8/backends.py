@@ -349,7 +349,7 @@ def torchao_linear(choice):
             x = autocast(input)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
-            return super().forward(x)
+            return super().forward(x.contiguous())      # its rowwise recipes flatten nothing else
 
     return functools.partial(TorchaoLinear, config=config)
 
