@@ -246,7 +246,8 @@ def test_a_cached_step_that_begins_in_inference_mode_trains():
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_weights_that_change_within_a_cached_step_are_cast_again(recipe):
-    """By functional_call, of the model or of a linear, and by load_state_dict; then back to the model's."""
+    """By functional_call, of the model or of a linear, by load_state_dict and by weight.data, whose version
+    does not count; then back to the model's."""
     model, x = stack(), torch.randn(32, 64)
     _, state = in_fp8(model, recipe)
     own = {name: value.clone() for name, value in model.state_dict().items()}
@@ -264,6 +265,11 @@ def test_weights_that_change_within_a_cached_step_are_cast_again(recipe):
         model.load_state_dict(others)
         found += model[0](x), model(x)
         model.load_state_dict(own)
+        model(x)
+        mine = model[0].weight.data
+        model[0].weight.data = others['0.weight']
+        found.append(model(x))
+        model[0].weight.data = mine
         wanted[micro_steps] = found
     assert all(map(torch.equal, *wanted.values()))
     assert all(torch.equal(found[a], found[b]) for a, b in ((0, 3), (1, 5), (2, 4)))

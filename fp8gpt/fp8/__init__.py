@@ -535,7 +535,7 @@ def cast_weight(linear, scale=None):
     weight's amax. scale: see Quantizer."""
     q = linear.arithmetic.quantizers
     w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
-    linear.cast_of = linear.weight, linear.weight._version
+    linear.cast_of = linear.weight, linear.weight._version, linear.weight.data_ptr()
     for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
     return w.amax

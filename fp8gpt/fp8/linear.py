@@ -436,7 +436,7 @@ class Fp8Linear(nn.Linear):
     def start(self, arithmetic, delayed, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
-        self.cast_of = None     # the weight in WEIGHT_CACHE, and its version
+        self.cast_of = None     # the weight in WEIGHT_CACHE, its version and where it is
         vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
         if delayed:     # fp8.State keeps and saves these; a scale is 1 before the first amax
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
@@ -498,5 +498,5 @@ class Fp8Linear(nn.Linear):
         load_state_dict its values. Compiled code takes any cast; WeightCache.refresh looks before it runs."""
         if self.w8 is None or self.weight is None or torch.compiler.is_compiling():
             return self.w8 is not None
-        weight, version = self.cast_of
-        return weight is self.weight and version == weight._version
+        weight, *version = self.cast_of
+        return weight is self.weight and version == [weight._version, weight.data_ptr()]
