@@ -60,6 +60,18 @@ def test_a_model_without_values_gives_shapes(recipe):
         assert linear.weight.grad.shape == (N, K)
 
 
+@pytest.mark.parametrize('backend, recipe', ON_A_CPU)
+def test_strides_change_no_bit(backend, recipe):
+    """Such as those of a convolution's channels, (B, C, T) as (B, T, C)."""
+    linear = fp8.make_linear(on_a_cpu(backend, recipe), K, N)
+    found = []
+    for each in (lambda x: x), (lambda x: x.mT.contiguous().mT), (lambda x: torch.stack([x, -x], 1)[:, 0]):
+        x, dy = (each(operand.view(2, M // 2, -1)) for operand in operands()[::2])
+        y = linear(x.requires_grad_())
+        found.append((y, *torch.autograd.grad(y, [x, *linear.parameters()], dy)))
+    assert all(map(torch.equal, 2 * found[0], found[1] + found[2]))
+
+
 def test_values_round_to_the_nearest_representable():
     for (dtype, largest), magnitude in itertools.product(((E4M3, 448.0), (E5M2, 57344.0)), (1e-6, 1.0, 1e4)):
         grid = torch.arange(256, dtype=torch.uint8).view(dtype).double()

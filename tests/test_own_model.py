@@ -1,6 +1,7 @@
 """FP8 on models that are not ours: transformers' Llama and ViT."""
 import contextlib
 import copy
+import functools
 import itertools
 import warnings
 
@@ -246,7 +247,8 @@ def test_a_cached_step_that_begins_in_inference_mode_trains():
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
 def test_weights_that_change_within_a_cached_step_are_cast_again(recipe):
-    """By functional_call, of the model or of a linear, and by load_state_dict; then back to the model's."""
+    """By functional_call, of the model or of a linear, by load_state_dict and by weight.data, whose version
+    does not count; then back to the model's."""
     model, x = stack(), torch.randn(32, 64)
     _, state = in_fp8(model, recipe)
     own = {name: value.clone() for name, value in model.state_dict().items()}
@@ -264,6 +266,11 @@ def test_weights_that_change_within_a_cached_step_are_cast_again(recipe):
         model.load_state_dict(others)
         found += model[0](x), model(x)
         model.load_state_dict(own)
+        model(x)
+        mine = model[0].weight.data
+        model[0].weight.data = others['0.weight']
+        found.append(model(x))
+        model[0].weight.data = mine
         wanted[micro_steps] = found
     assert all(map(torch.equal, *wanted.values()))
     assert all(torch.equal(found[a], found[b]) for a, b in ((0, 3), (1, 5), (2, 4)))
@@ -282,6 +289,21 @@ def test_weights_that_torchao_has_quantised_are_refused_in_words():
             model(x)
     fp8.convert(model, fp8.OFF)
     assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed', 'rowwise'])
+def test_an_exported_graph_has_no_gradients_and_leaves_the_model_trainable(recipe):
+    """It is Matmul's forward alone: the gradients of that would be wrong, and amaxes would take part in them.
+    """
+    model, x = stack(), torch.randn(32, 64)
+    _, state = in_fp8(model, recipe)
+    state.calibrate(lambda: model(x).sum().backward())
+    y = torch.export.export(model, (x,)).module()(x)
+    assert torch.equal(y, model(x)) and not y.requires_grad
+    assert not any(tensor.requires_grad for tensor in extra_tensors(model).values())
+    for _ in range(2):
+        model(x).sum().backward()
+        state.after_step()
 
 
 def test_a_complex_weight_stays():
@@ -430,6 +452,16 @@ def test_scales_and_casts_keep_their_types(change):
     assert y.dtype == model[0].weight.dtype and relative(y.float(), plain(x)) < 0.1
 
 
+@pytest.mark.parametrize('backend, recipe', [('native', 'tensorwise'), ('torchao', 'rowwise')])
+def test_autocast_leaves_fp64_as_it_leaves_it_to_a_linear(backend, recipe):
+    plain, model, x = stack().double(), stack().double(), torch.randn(32, 64, dtype=torch.float64)
+    fp8.convert(model, on_a_cpu(backend, recipe))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(x).dtype == plain(x).dtype == torch.float64
+        with fp8.paused():
+            assert torch.equal(model(x), plain(x))
+
+
 def test_memory_or_weights_given_to_a_model_without_any():
     x, choice = torch.randn(32, 64), on_a_cpu('native', 'delayed')
     with torch.device('meta'):
@@ -442,6 +474,27 @@ def test_memory_or_weights_given_to_a_model_without_any():
     model.load_state_dict(stack().state_dict(), assign=True)
     fp8.State(model, choice).calibrate(lambda: model(x).sum().backward())
     assert relative(model(x), stack()(x)) < 0.1
+
+
+def one_rank_that_looks(rank, file, changed):
+    torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=1)
+    model, x = stack(), torch.randn(32, 64)
+    choice, state = in_fp8(model, 'delayed')
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state.calibrate(lambda: wrapped(x).sum().backward())
+    wrapped(x).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for number, look in enumerate((state.calibrate, functools.partial(cast_health, model, choice))):
+        look(lambda: wrapped(9 * x).square().sum().backward())
+        changed[number] = not all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+    distributed.leave()
+
+
+@pytest.mark.slow
+def test_a_look_through_ddp_leaves_gradients_that_are_views_of_its_buckets(tmp_path):
+    changed = torch.ones(2, dtype=torch.bool).share_memory_()
+    torch.multiprocessing.spawn(one_rank_that_looks, (tmp_path / 'rank', changed), nprocs=1)
+    assert not changed.any()
 
 
 WRAPPERS = {
@@ -480,6 +533,25 @@ def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
     assert scales[:, :-1].unique().tolist() == [14.0]
     assert scales[:, -1].tolist() == [448.0, 14.0]
+
+
+def test_pauses_end_in_any_order():
+    """Of two threads, or of generators such as a sampler: the last to end leaves FP8 on."""
+    def pauses():
+        with fp8.paused():
+            yield
+
+    first, second = pauses(), pauses()
+    for step, paused in ((first, True), (second, True), (first, True), (second, False)):
+        next(step, None)
+        assert fp8.mode.paused == paused
+    with fp8.paused():
+        with fp8.set_mode(paused=False):
+            with fp8.paused():
+                pass
+            assert not fp8.mode.paused
+        assert fp8.mode.paused
+    assert not fp8.mode.paused
 
 
 def penalty(model):

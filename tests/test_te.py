@@ -97,13 +97,17 @@ def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, s
 
 def test_te_casts_a_weight_once_a_step_and_whenever_it_has_changed(stand_in_te):
     linear, x = fp8.make_linear(TE, 64, 64), torch.zeros(16, 64)
-    optimizer = torch.optim.AdamW(linear.parameters(), foreach=True)
-    casts = sys.modules[f'{ENGINE}.pytorch'].casts
-    for _ in range(2):
-        for _ in range(3):
-            linear(x).sum().backward()
-        optimizer.step()
-    assert casts == [True, False, False] * 2
+    linear.bf16_reason = None
+    cache, casts = fp8.State(linear, TE).weight_cache, sys.modules[f'{ENGINE}.pytorch'].casts
+    for fused in False, True:       # torch's fused optimizers leave a weight's version as it was
+        optimizer = torch.optim.AdamW(linear.parameters(), fused=fused)
+        for micro_steps in 1, fp8.FEWEST, fp8.FEWEST:
+            cache.new_step(micro_steps)
+            for _ in range(micro_steps):
+                linear(x).sum().backward()
+            optimizer.step()
+        assert casts == [None, *[True, *[False] * (fp8.FEWEST - 1)] * 2]
+        casts.clear()
     for change in (lambda: linear.load_state_dict(linear.state_dict()),
                    lambda: setattr(linear, 'weight', nn.Parameter(torch.ones(64, 64))),
                    lambda: setattr(linear.weight, 'data', torch.zeros(64, 64))):

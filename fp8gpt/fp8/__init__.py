@@ -479,10 +479,14 @@ class WeightCache:
     themselves go to the host's memory, from which evaluation in bf16 reads them. Sharded weights are not
     cached: their casts would be whole; nor are weights that a hook makes.
 
-    Casts are cached in steps of FEWEST or more micro-steps. A weight that changes within is cast again."""
+    te's linears keep casts of their own, in such steps alone.
+
+    Casts are cached in steps of FEWEST or more micro-steps. A weight that changes within is cast again, but
+    not where torch does not count the change: new_step after a fused optimizer or weight.data.copy_(...)."""
 
     def __init__(self, model, drop=False):
         self.linears = []
+        self.te = [module for module in model.modules() if 'cast_of' in vars(type(module))]
         for linear in model.modules():
             if has_weight(linear):
                 if linear.weight.requires_grad or not drop:
@@ -505,6 +509,8 @@ class WeightCache:
         for linear in self.linears:
             for name in ('cast_of', *WEIGHT_CACHE):
                 setattr(linear, name, None)
+        for linear in self.te:
+            linear.cast_of = () if self.caching else None   # () is no weight's
 
     def refresh(self, model, arguments):
         """Cast the weights that are not cached: a forward pre-hook of the model."""
@@ -529,7 +535,7 @@ def cast_weight(linear, scale=None):
     weight's amax. scale: see Quantizer."""
     q = linear.arithmetic.quantizers
     w, wt = q.w.both(linear.weight.detach(), q.wt, scale)
-    linear.cast_of = linear.weight, linear.weight._version
+    linear.cast_of = linear.weight, linear.weight._version, linear.weight.data_ptr()
     for name, tensor in zip(WEIGHT_CACHE, (*w[:2], *wt[:2])):
         setattr(linear, name, tensor)
     return w.amax
@@ -539,7 +545,7 @@ def cast_weight(linear, scale=None):
 def no_trace(model):
     """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
     as they were before. FP8's scales and casts are the caller's."""
-    gradients = {p: p.grad for p in model.parameters()}
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     held = [(module, name, tensor, tensor.clone()) for module in model.modules()
             for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
             if torch.is_tensor(tensor)]
@@ -547,9 +553,11 @@ def no_trace(model):
     try:
         yield
     finally:
-        for p, gradient in gradients.items():
-            p.grad = gradient
         with torch.no_grad():
+            for p, gradient, before in gradients:
+                p.grad = gradient
+                if gradient is not None:    # DDP's bucket, which a pass through DDP fills again
+                    gradient.copy_(before)
             for module, name, tensor, before in held:
                 setattr(module, name, tensor)
                 if not torch.equal(tensor, before):     # one that is not written may be expanded

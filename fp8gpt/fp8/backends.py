@@ -249,7 +249,9 @@ def te_linear(choice):
 
     class TeLinear(te.Linear):
         plain = staticmethod(cast_linear)
-        cast_of = None      # where the weight of its cast is, and the weight's version
+        # Where the weight of its cast is, and its version; None: no cast is kept. WeightCache starts a step,
+        # since a fused optimizer leaves the version as it was.
+        cast_of = None
         # nn.Module's: portable weights have no _extra_state key, and fp8.State calibrates what is missing
         get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
@@ -258,10 +260,13 @@ def te_linear(choice):
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
             # te keeps a weight's cast until it is told that the weight has changed (te issue 1047)
-            before, self.cast_of = self.cast_of, (self.weight.data_ptr(), self.weight._version)
+            first = None
+            if self.cast_of is not None:
+                before, self.cast_of = self.cast_of, (self.weight.data_ptr(), self.weight._version)
+                first = self.cast_of != before
             inside = FP8GlobalStateManager.is_fp8_enabled()  # opened around the whole model
             with torch.autocast('cuda', x.dtype), contextlib.nullcontext() if inside else te_autocast(choice):
-                return super().forward(x, is_first_microbatch=self.cast_of != before)
+                return super().forward(x, is_first_microbatch=first)
 
     return TeLinear
 
@@ -344,7 +349,7 @@ def torchao_linear(choice):
             x = autocast(input)
             if falls_back(x, RECIPES[choice.recipe].multiple):
                 return self.plain(self, x)
-            return super().forward(x)
+            return super().forward(x.contiguous())      # its rowwise recipes flatten nothing else
 
     return functools.partial(TorchaoLinear, config=config)
 

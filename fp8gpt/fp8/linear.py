@@ -285,10 +285,12 @@ INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 def update_amax(running, amaxes):
     """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), if there
-    are any. As they are maxima, recomputation in backward changes nothing."""
+    are any. As they are maxima, recomputation in backward changes nothing. They are detached, since an
+    exported graph runs what autograd does not see here."""
     if running is not None:
         # a zero for each: Inductor would compute a shared one in a kernel of its own
-        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].float() for i in range(3)]
+        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].detach().float()
+                for i in range(3)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
@@ -364,32 +366,44 @@ class Matmul(torch.autograd.Function):
 
 # How all FP8 linears of the process compute. paused: without FP8, in the dtype of their input, as evaluation
 # and sampling do. calibrating: delayed scaling takes its scales from the tensors themselves.
-mode = types.SimpleNamespace(paused=False, calibrating=False)
+USUAL = {'paused': False, 'calibrating': False}
+mode = types.SimpleNamespace(**USUAL)
+entered = []    # each set_mode that has not ended, the first to begin first
 
 
-@contextlib.contextmanager
-def set_mode(**attributes):
-    """Set attributes of `mode` within a `with` statement, as in set_mode(calibrating=True)."""
-    before = vars(mode).copy()
-    vars(mode).update(attributes)
-    try:
-        yield
-    finally:
-        vars(mode).update(before)
+class set_mode(contextlib.ContextDecorator):
+    """Sets attributes of `mode` within a `with` statement, as in set_mode(calibrating=True). Those of several
+    threads or generators may end in any order."""
+
+    def __init__(self, **attributes):
+        self.attributes = attributes
+
+    def __enter__(self):
+        entered.append(self)
+        vars(mode).update(self.attributes)
+
+    def __exit__(self, *error):
+        entered.remove(self)
+        attributes = {**USUAL}
+        for each in entered:
+            attributes.update(each.attributes)
+        vars(mode).update(attributes)
 
 
 def paused():
-    """Return a context in which every FP8 linear, of any backend, computes in its input's dtype."""
+    """Return a context in which every FP8 linear, of any backend and in all threads, computes in its input's
+    dtype."""
     return set_mode(paused=True)
 
 
 def autocast(x):
-    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function. Raises
-    TypeError for integers, as nn.Linear does."""
+    """Return x in the dtype of torch.autocast, which has no effect inside an autograd.Function; fp64 stays,
+    as in nn.Linear. Raises TypeError for integers, as nn.Linear does."""
     if not x.is_floating_point():
         raise TypeError(f'a linear multiplies floating-point numbers, not {x.dtype}')
     kind = 'cpu' if x.is_meta else x.device.type    # meta has no autocast
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    lower = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if lower else x
 
 
 def falls_back(x, multiple):
@@ -422,7 +436,7 @@ class Fp8Linear(nn.Linear):
     def start(self, arithmetic, delayed, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
-        self.cast_of = None     # the weight in WEIGHT_CACHE, and its version
+        self.cast_of = None     # the weight in WEIGHT_CACHE, its version and where it is
         vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
         if delayed:     # fp8.State keeps and saves these; a scale is 1 before the first amax
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
@@ -463,6 +477,8 @@ class Fp8Linear(nn.Linear):
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
+        if torch.compiler.is_exporting():
+            y = y.detach()      # its graph is Matmul.forward, whose gradients would be those of scales alone
         # F.linear's own last step: FSDP2 warns of a module that returns a view
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
@@ -482,5 +498,5 @@ class Fp8Linear(nn.Linear):
         load_state_dict its values. Compiled code takes any cast; WeightCache.refresh looks before it runs."""
         if self.w8 is None or self.weight is None or torch.compiler.is_compiling():
             return self.w8 is not None
-        weight, version = self.cast_of
-        return weight is self.weight and version == weight._version
+        weight, *version = self.cast_of
+        return weight is self.weight and version == [weight._version, weight.data_ptr()]
