@@ -117,7 +117,7 @@ def test_an_odd_number_of_tokens_runs_in_bf16_and_says_so_once():
 @pytest.mark.parametrize('name, width', [
     *((name, 48) for name in 'lm_head head classifier score output_projection fc_out output fc out decoder '
                              'to_logits unembed embed_out proj_out logits'.split()),
-    # as many as config's vocabulary, as the embedding's rows, as the model's classes (timm's models have these)
+    # as many as config's vocabulary, as the embedding's rows, as the model's classes, which timm's have
     ('up', 96), ('up', 80), ('up', 112)])
 def test_the_output_layer_by_its_name_or_width(name, width):
     model = nn.ModuleDict({
