@@ -492,7 +492,10 @@ def find_source(config, name, known):
     except LookupError as error:
         raise SettingError(f'encoding={config["encoding"]}: {error}') from None
     if name and patterns:
-        return find_files(patterns), 'local files'
+        paths = find_files(patterns)
+        if codec := files.marked_codec(paths[0]):
+            say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
+        return paths, 'local files'
     if config['encoding']:
         raise SettingError('--encoding is of --data_files')
     if name == 'stdlib':
@@ -570,8 +573,6 @@ def describe(config, name, known, tokenizer):
     if paths or not known or 'text_column' in config.given:
         first = itertools.islice(rows_of(paths, meta, None), CHUNK)
         names = [*{name: 0 for row, _ in first if isinstance(row, dict) for name in row}] or names
-    if codec := paths and files.marked_codec(paths[0]):
-        say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
     choose_columns(config, meta, names, tokenizer)
     return paths, meta
 
@@ -668,13 +669,18 @@ def make(config, folder, paths, meta, tokenizer):
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
     write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
-        tokenizer.save(folder)
-        if auto_differs(tokenizer.folder, tokenizer):
-            say(f"# transformers' AutoTokenizer does not give the ids of {tokenizer.folder}/tokenizer.json, "
-                'which these are: load it by PreTrainedTokenizerFast elsewhere')
+        keep_tokenizer(tokenizer, folder)
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
     print_counts(meta, progress)
+
+
+def keep_tokenizer(tokenizer, folder):
+    """Copy a model's tokenizer beside its shards, and say where other programs would read other ids."""
+    tokenizer.save(folder)
+    if auto_differs(tokenizer.folder, tokenizer):
+        say(f"# transformers' AutoTokenizer does not give the ids of {tokenizer.folder}/tokenizer.json, "
+            'which these are: load it by PreTrainedTokenizerFast elsewhere')
 
 
 def print_counts(meta, progress):

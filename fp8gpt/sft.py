@@ -246,7 +246,7 @@ class Examples:
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
-        mask, n_bytes = np.zeros(len(ids), np.int64), 0
+        mask, n_bytes = np.zeros(len(ids), int), 0
         for start, end in itertools.chain(*targets):
             mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
@@ -258,8 +258,8 @@ class Examples:
                 len(learned) < len(answers),
             'have answers that the template does not mark, which are no targets': not all(targets),
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
-        said = [note for note, is_so in notes.items() if is_so]
-        return ids, mask, n_bytes, said or self._left_out(messages, tools, whole)
+        notes = [note for note, is_so in notes.items() if is_so]
+        return ids, mask, n_bytes, notes or self._left_out(messages, tools, whole)
 
     def _left_out(self, messages, tools, whole):
         """Return what is to be said of messages and tools that their text `whole` lacks."""
@@ -362,13 +362,10 @@ class Examples:
         after = whole.rfind(last_words, written[-1][1])
         limits = [*(start for start, _ in written[1:]), after if after >= 0 else len(whole)]
         for message, (start, end), limit in zip(filter(is_target, messages), written, limits):
-            stop, calls = self._stop(clean, end, limit), message.get('tool_calls', ())
+            stop = self._stop(clean, end, limit)
             # to the stop, if the template writes one, or to the end of what it marks
             last = stop.end() if stop else max([end, *(to for first, to in generated if first < end)])
-            if not all(call['function']['name'] in whole[start:last] for call in calls):
-                raise DataError('the chat template does not write the calls of the assistant')
-            if calls and not stop and not generated:
-                raise DataError('the chat template writes no stop after the calls of the assistant')
+            check_calls(message, whole[start:last], has_end=stop or generated)
             content = message['content'].strip()
             if content and whole.endswith(content, before, end):      # with its thoughts
                 start = end - len(content)
@@ -395,6 +392,16 @@ class Examples:
         if begin < 0:
             raise DataError('the chat template does not show where a call begins')
         return begin
+
+
+def check_calls(message, text, has_end):
+    """Raise DataError unless the text of an answer holds all of its calls and, if there are any, has an end.
+    """
+    calls = message.get('tool_calls', ())
+    if not all(call['function']['name'] in text for call in calls):
+        raise DataError('the chat template does not write the calls of the assistant')
+    if calls and not has_end:
+        raise DataError('the chat template writes no stop after the calls of the assistant')
 
 
 def is_target(message):
