@@ -84,16 +84,14 @@ class Run:
         if data_required:       # reads each shard
             contents = once_a_node(shards.check, folder, model_config.vocab_size)
         block_size = window(config, model_config, before)
-        if resumed:
-            notes += fit_to_data(resumed, block_size, contents)
         config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
         config['run_name'] = name_of_run(config)
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
                   resumed=resumed, resume_path=resume_path, notes=notes, data=contents,
                   of_examples=bool(meta.get('template') if meta else shards.has_examples(config['dataset'])))
-        if resumed and resumed.get('measured_on') not in (None, run.measured_on):
-            resumed['best_val_loss'] = None
+        if resumed:
+            fit_to_data(run)
         return run
 
     @property
@@ -280,19 +278,22 @@ def check_adapters(config):
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
 
 
-def fit_to_data(resumed, block_size, contents):
-    """Count a checkpoint's position in windows of block_size tokens of the data that is there. Return a line,
-    in a list, where this is other data. contents: what shards.check returns."""
+def fit_to_data(run):
+    """Count the position of the checkpoint that a run resumes from in windows of the data that is there, and
+    drop a best loss that was measured otherwise. Other data is noted."""
+    resumed, block_size = run.resumed, run.config['block_size']
     before = resumed['config'].get('block_size', block_size)
     if before != block_size:    # its FP8 scales are of gradients over other numbers of tokens
         resumed['position'] = resumed['position'] * before // block_size
         resumed['fp8_state'] = None
-    if contents == (resumed.get('data') or contents):
-        return []
-    resumed['position'] = 0
-    return ['WARNING: this is not the data that the run was trained on until now: losses before and after do '
+    if resumed.get('measured_on') not in (None, run.measured_on):
+        resumed['best_val_loss'] = None
+    if run.data != (resumed.get('data') or run.data):
+        resumed['position'] = 0
+        run.notes.append(
+            'WARNING: this is not the data that the run was trained on until now: losses before and after do '
             'not compare, texts that it was trained on may be in validation now, and epochs count from here '
-            'on']
+            'on')
 
 
 def elsewhere(config):
