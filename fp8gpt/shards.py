@@ -118,8 +118,8 @@ def name_of_prepared(config):
 
 def naming_flags(config):
     """Return the flags that, beside the dataset, say which shards are meant, as users type them."""
-    names = 'tokenizer', 'template', 'split_name', 'data_dir'
-    return [f'--{name}={config[name]}' for name in names if config.get(name) not in (None, '', 'auto')]
+    usual = {'tokenizer': 'auto', 'template': 'auto', 'split_name': '', 'data_dir': 'data'}
+    return [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
 
 
 def split_of(config):
