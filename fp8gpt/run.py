@@ -470,7 +470,7 @@ class Length:
         shortened = 'warmup_steps' in config.given and not typed.keys().isdisjoint(LIMITS)
         schedule = optim.Schedule.of(config, last_step)
         cut = schedule.fit(typed, tenth=shortened or 'warmup_steps' not in chosen)
-        config.update(warmup_steps=schedule.warmup_steps, decay_share=schedule.decay_share)
+        config.update(schedule.fitted)
         if 'eval_freq' not in chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
