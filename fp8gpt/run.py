@@ -9,6 +9,7 @@
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
 import dataclasses
+import fractions
 import itertools
 import math
 import os
@@ -518,7 +519,7 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
     step, seen, of_data = 0, 0, 0
     if before:
         step, seen, of_data = before['step'], before['tokens'], before['position'] * config['block_size']
-    of_epochs = math.ceil((epochs * tokens_per_epoch - of_data) / tokens_per_step)
+    of_epochs = math.ceil((fractions.Fraction(str(epochs)) * tokens_per_epoch - of_data) / tokens_per_step)
     ends = {'max_steps': config['max_steps'], 'max_tokens': step + (max_tokens - seen) // tokens_per_step,
             'num_epochs': max(1, step + of_epochs), 'max_hours': optim.OPEN}
     first = min(limits, key=ends.get)
