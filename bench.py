@@ -282,8 +282,9 @@ def bench_quality(arguments, words):
     gap, interval = compare(*losses)
     row = {'recipe': precisions['FP8'][0].recipe, 'seeds': arguments.seeds}
     first = found[0][0]
-    row['curve'] = {int(first.tokens_at(step)): compare(*([run.val[step] for run in runs] for runs in found))
-                    for step in first.val}      # tokens -> gap and 95%
+    row['curve'] = {        # tokens -> gap and 95%
+        round(first.tokens_at(step)): compare(*([run.val[step] for run in runs] for runs in found))
+        for step in first.val}
     row['bf16 validation loss'], row['FP8 validation loss'] = map(statistics.fmean, losses)
     row |= {'gap, %': gap, '95%': interval}
     row['training loss gap, %'] = compare(*([run.last_train for run in runs] for runs in found))[0]

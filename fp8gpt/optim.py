@@ -67,6 +67,11 @@ class Schedule:
             self.decay_share = share
         return f'schedule  cut to the last step, {self.last_step:,.0f}: {"; ".join(cuts)}' * bool(cuts)
 
+    @property
+    def fitted(self):
+        """Return the settings that `fit` may have changed."""
+        return {'warmup_steps': self.warmup_steps, 'decay_share': self.decay_share}
+
     def jump(self, step, before):
         """Return a line where the rates up to `step`, at which a run resumes, were those of another schedule,
         else ''. before: the last rate of the run so far, or None."""

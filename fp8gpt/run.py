@@ -9,6 +9,7 @@
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
 import dataclasses
+import fractions
 import itertools
 import math
 import os
@@ -471,7 +472,7 @@ class Length:
         shortened = 'warmup_steps' in config.given and not typed.keys().isdisjoint(LIMITS)
         schedule = optim.Schedule.of(config, last_step)
         cut = schedule.fit(typed, tenth=shortened or 'warmup_steps' not in chosen)
-        config.update(warmup_steps=schedule.warmup_steps, decay_share=schedule.decay_share)
+        config.update(schedule.fitted)
         if 'eval_freq' not in chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
@@ -519,7 +520,7 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
     step, seen, of_data = 0, 0, 0
     if before:
         step, seen, of_data = before['step'], before['tokens'], before['position'] * config['block_size']
-    of_epochs = math.ceil((epochs * tokens_per_epoch - of_data) / tokens_per_step)
+    of_epochs = math.ceil((fractions.Fraction(str(epochs)) * tokens_per_epoch - of_data) / tokens_per_step)
     ends = {'max_steps': config['max_steps'], 'max_tokens': step + (max_tokens - seen) // tokens_per_step,
             'num_epochs': max(1, step + of_epochs), 'max_hours': optim.OPEN}
     first = min(limits, key=ends.get)

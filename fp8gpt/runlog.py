@@ -421,7 +421,9 @@ class RunCurves:
             {step: value for step, value in curve(key).items() if 0 < value < math.inf}
             for key in ('train/tokens_per_sec', 'train/dt_ms'))
         self.peak_gb = max(curve('train/peak_gb').values(), default=None)
-        if not (self.speeds and milliseconds and self.train):
+        sizes = {step: self.speeds[step] * milliseconds[step] / 1e3
+                 for step in self.speeds.keys() & milliseconds.keys()}      # of a step, in tokens
+        if not (sizes and self.train):
             raise SettingError(f'{path} holds no training step yet')
         last = {}
         for record in records:
@@ -435,13 +437,18 @@ class RunCurves:
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
-        self.tokens = round(self.speed * statistics.median(milliseconds.values()) / 1e3)    # of a step
+        self.tokens = round(sizes[max(sizes)])      # of the last step
 
     def tokens_at(self, step):
-        """Return the tokens seen up to a step: those logged, and for steps after them their last size."""
+        """Return the tokens seen up to a step: those logged, a share of them between two lines, and for steps
+        after them their last size."""
         logged = bisect.bisect_right(self.logged, step)
         since = self.logged[logged - 1] if logged else 0
-        return self.seen.get(since, 0) + (step - since) * self.tokens
+        seen, size = self.seen.get(since, 0), self.tokens
+        if logged < len(self.logged):
+            until = self.logged[logged]
+            size = (self.seen[until] - seen) / (until - since)
+        return seen + (step - since) * size
 
 
 def values_by_step(records, key):

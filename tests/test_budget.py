@@ -121,6 +121,24 @@ def test_hours_end_a_run_and_a_target_is_printed_once(ticking, tiny, tmp_path):
     assert [step for step, _ in records(folder, 'target/hours')] == [30]
 
 
+def test_a_resume_by_hours_keeps_the_warm_up_that_was_cut(here, tiny, tmp_path, monkeypatch):
+    """A warm-up of 100 steps, by default, is a tenth of a run of 30. A resumed run that began with the one of
+    100 took a fifth of the rate for its first two steps, and warned of another schedule."""
+    words = [word for word in tiny if not word.startswith('--warmup_steps')]
+    words += [*BY_HOURS, '--max_hours=0.297', '--checkpoint_freq=10', '--keep_checkpoints=0', '--n_layer=1']
+
+    def rates(*words):
+        ticks = itertools.count()
+        monkeypatch.setattr(Budget.__init__, '__defaults__', (0.0, lambda: 36.0 * next(ticks)))
+        out = here('train.py', *words)
+        assert 'WARNING: the learning rate' not in out
+        return dict(records(words[-1].partition('=')[2], 'train/learning_rate'))
+    whole = rates(*words, f'--checkpoint_dir={tmp_path}/whole')
+    rest = rates(f'--resume={tmp_path}/whole/step_000020.pt', f'--checkpoint_dir={tmp_path}/rest')
+    assert list(whole) == [*range(1, 31)] and list(rest) == [*range(21, 31)]
+    assert rest == pytest.approx({step: whole[step] for step in rest}, rel=0.2)      # a step's change
+
+
 def test_a_warm_up_beyond_the_hours_stops_the_run(ticking, tiny, tmp_path):
     words = [*BY_HOURS, '--max_hours=0.297', '--warmup_steps=31', f'--checkpoint_dir={tmp_path}']
     done = run(ticking, 'train.py', *tiny, *words, rc=2)

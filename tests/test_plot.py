@@ -46,12 +46,18 @@ def test_loss(tmp_path, here, monkeypatch):
 
 
 def test_tokens_are_those_that_were_seen(tmp_path):
-    """Steps of 100 tokens up to step 20, then of 50."""
-    rows = [{'step': step, 'train/loss': 3.0, 'train/tokens_per_sec': 500.0, 'train/dt_ms': 100.0,
-             'train/tokens': 100 * min(step, 20) + 50 * max(0, step - 20)} for step in (1, 10, 20, 30, 40)]
-    (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    run = RunCurves(str(tmp_path))
-    assert [run.tokens_at(step) for step in (0, 10, 20, 25, 40, 42)] == [0, 1000, 2000, 2250, 3000, 3100]
+    """Steps of 100 tokens up to step 20, then of 50, each at a speed of its own, also of an even number of
+    lines, whose median is of no step."""
+    seconds = {1: 0.5, 10: 0.11, 20: 0.1, 30: 0.07, 40: 0.04, 50: 0.09}
+    rows = [{'step': step, 'train/loss': 3.0, 'train/dt_ms': 1e3 * took,
+             'train/tokens_per_sec': (100 if step <= 20 else 50) / took,
+             'train/tokens': 100 * min(step, 20) + 50 * max(0, step - 20)} for step, took in seconds.items()]
+    for lines in 5, 6:
+        (tmp_path / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows[:lines])))
+        run, last = RunCurves(str(tmp_path)), 10 * lines - 10
+        found = [run.tokens_at(step) for step in (0, 4, 10, 15, 20, 25, 40, last + 2)]
+        assert found == [0, 400, 1000, 1500, 2000, 2250, 3000, 1100 + 50 * last]
+        assert run.tokens == 50
 
 
 def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):

@@ -378,6 +378,8 @@ def test_the_first_limit_reached_ends_a_run():
         (dict(max_tokens=100), 1000, (1, 'max_tokens=100')),
         (dict(num_epochs=0.5), 1000, (5, 'num_epochs=0.5')),
         (dict(num_epochs=0.5), 0, (1, 'num_epochs=0.5')),
+        (dict(num_epochs=0.07), 10_000, (7, 'num_epochs=0.07')),    # 0.07 * 10,000 is more than 700 in fp64
+        (dict(num_epochs=1.1), 10_000, (110, 'num_epochs=1.1')),
         (dict(max_hours=2), 1000, (OPEN, 'max_hours=2')),
         (dict(max_steps=7, max_hours=2), 1000, (7, 'max_steps=7 or max_hours=2')),
     ):
