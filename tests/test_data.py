@@ -102,8 +102,8 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     config = {'dataset': 'mine', 'tokenizer': 'byte', 'split_name': '', 'data_dir': 'data'}
     for dataset, split, hint in (
             ('openmathinstruct2', 'train_2M',
-             'openmathinstruct2 --tokenizer=byte --split_name=train_2M --data_dir=data`'),
-            ('data/mine', '', 'mine --tokenizer=byte --data_dir=data --data_files=YOUR_TEXTS`')):
+             'openmathinstruct2 --tokenizer=byte --split_name=train_2M`'),
+            ('data/mine', '', 'mine --tokenizer=byte --data_files=YOUR_TEXTS`')):
         with pytest.raises(MissingError, match=f'run `python prepare_data.py {hint}'):
             shards.find_dataset({**config, 'dataset': dataset, 'split_name': split})
     (tmp_path / 'mine').mkdir()     # a folder of texts, until the dataset is prepared
