@@ -194,9 +194,9 @@ def moment_bytes(model, kind):
 
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW of fp32 or bf16 parameters, with moments in fp32 (kind 'adamw') or 8 bits ('adamw8bit'), by
-    torchao's update, which is compiled once: torchao's own step calls torch.compile for each parameter, half
-    of its host's time. `seed`, to be set before each step, decides how bf16 weights are rounded, alike on all
-    ranks. Raises MachineError where torchao is missing."""
+    torchao's update (but see bound_next_step), which is compiled once: torchao's own step calls torch.compile
+    for each parameter, half of its host's time. `seed`, to be set before each step, decides how bf16 weights
+    are rounded, alike on all ranks. Raises MachineError where torchao is missing."""
 
     def __init__(self, groups, betas, kind, compiled):
         for name in ('torchao', 'torch.utils._pytree'):     # they warn of what does not concern training
@@ -209,6 +209,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                                'pip install torchao') from None
         super().__init__(groups, {'lr': torch.tensor(0.0), 'betas': betas, 'eps': 1e-8})
         self.kind, self.seed, self.in_codes, self.update = kind, 0, OptimState8bit, single_param_adam
+        self.zero = None    # the code of a first moment of 0
         if compiled:
             self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
@@ -217,7 +218,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not in_8_bits(p, self.kind):
             return torch.zeros_like(p, dtype=torch.float32)
         own = part(p)
-        return sharded_as(p, self.in_codes.zeros(own.shape, signed, BLOCK, own.device, torch.float32))
+        zeros = self.in_codes.zeros(own.shape, signed, BLOCK, own.device, torch.float32)
+        if signed and self.zero is None:
+            self.zero = zeros.qmap.tolist().index(0)
+        return sharded_as(p, zeros)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -236,6 +240,14 @@ class LowBitAdamW(torch.optim.Optimizer):
                     moments = [state[name] for name in ('step', 'exp_avg', 'exp_avg_sq')]
                     rounded_at_random = p.dtype == torch.bfloat16
                     self.update(p.detach(), p.grad, *moments, None, *settings, True, rounded_at_random)
+                    self.bound_next_step(*map(part, moments[1:]))
+
+    def bound_next_step(self, mean, square):
+        """Set first moments in codes to 0 where the second one's code is 0: the smallest code is 3e-7 of its
+        block's largest value, so the square of a small gradient is lost, and not its mean. A step without a
+        gradient, as of an embedding whose token does not come, would divide that mean by eps."""
+        if hasattr(mean, 'codes'):
+            mean.codes.masked_fill_(square.codes == 0, self.zero)
 
 
 def sharded_as(p, own):
