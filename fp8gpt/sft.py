@@ -399,8 +399,10 @@ class Examples:
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
-    has it, or `train`, `training` or `loss` false, as axolotl and ms-swift have it."""
-    flags = [str(message.get(key, 1)).lower() for key in ('weight', 'train', 'training', 'loss')]
+    has it, no loss_weight of 0, as LLaMA-Factory has it, or `train`, `training` or `loss` false, as axolotl
+    and ms-swift have it."""
+    names = 'weight', 'loss_weight', 'train', 'training', 'loss'
+    flags = [str(message.get(name, 1)).lower() for name in names]
     is_off = not {'0', '0.0', 'false'}.isdisjoint(flags)      # as texts, too: CSV has no others
     return message['role'] == 'assistant' and not is_off and bool(
         words_of(message) or message.get('tool_calls'))
