@@ -331,6 +331,7 @@ def test_the_forms_of_messages_say_the_same():
     for entry, wanted in (
         ({'from': 'human', 'value': 'a'}, ask),
         ({'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}, ask),
+        ({'role': 'user', 'content': [{'type': 'text', 'value': 'a'}]}, ask),
         *(({'from': name, 'value': 'b'}, answer) for name in ('gpt', 'bot', 'model', 'bing', 'chatgpt')),
         ({**calls, 'content': None}, calls),
         ({**calls, 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"x": 1}', 'y': None},
