@@ -143,7 +143,7 @@ def message_of(entry):
     if content is None and not calls and role != 'assistant':
         raise DataError('one of its messages has no content')
     if isinstance(content, list):
-        parts = [part.get('text') if isinstance(part, dict) else part for part in content]
+        parts = [text_of_part(part) for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise DataError('one of its messages has parts that are no text')
         content = ''.join(parts)
@@ -151,6 +151,14 @@ def message_of(entry):
     if calls:
         message['tool_calls'] = [call_of(call) for call in calls]
     return message
+
+
+def text_of_part(part):
+    """Return the text of a part of a content: a text, OpenAI's {'type': 'text', 'text': text} or
+    LLaMA-Factory's {'type': 'text', 'value': text}; of another part what is no text."""
+    if isinstance(part, dict):
+        return part.get('text', part.get('value') if part.get('type') == 'text' else None)
+    return part
 
 
 def call_of(call):
@@ -406,8 +414,10 @@ def check_calls(message, text, has_end):
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
-    has it, or `train`, `training` or `loss` false, as axolotl and ms-swift have it."""
-    flags = [str(message.get(key, 1)).lower() for key in ('weight', 'train', 'training', 'loss')]
+    has it, no loss_weight of 0, as LLaMA-Factory has it, or `train`, `training` or `loss` false, as axolotl
+    and ms-swift have it."""
+    names = 'weight', 'loss_weight', 'train', 'training', 'loss'
+    flags = [str(message.get(name, 1)).lower() for name in names]
     is_off = not {'0', '0.0', 'false'}.isdisjoint(flags)      # as texts, too: CSV has no others
     return message['role'] == 'assistant' and not is_off and bool(
         words_of(message) or message.get('tool_calls'))

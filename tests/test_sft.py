@@ -299,7 +299,7 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
 
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
     off = [{'weight': 0}, {'train': False}, {'training': False}, {'loss': False},
-           {'weight': '0'}, {'loss': 'False'}]
+           {'weight': '0'}, {'loss': 'False'}, {'loss_weight': 0.0}]
     made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
     assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
     row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
@@ -331,6 +331,7 @@ def test_the_forms_of_messages_say_the_same():
     for entry, wanted in (
         ({'from': 'human', 'value': 'a'}, ask),
         ({'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}, ask),
+        ({'role': 'user', 'content': [{'type': 'text', 'value': 'a'}]}, ask),
         *(({'from': name, 'value': 'b'}, answer) for name in ('gpt', 'bot', 'model', 'bing', 'chatgpt')),
         ({**calls, 'content': None}, calls),
         ({**calls, 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"x": 1}', 'y': None},
