@@ -353,7 +353,9 @@ class RunLog:
         if isinstance(loss, float):     # the file may be anybody's
             self.say(f'best: {best_model} is step {best.get("step")}, val loss {loss:.4f}')
         else:
-            self.say('WARNING: no validation loss was below that of the start: a lower --max_lr may help')
+            resumed = self.run.resume_path      # into another folder, which has no best model
+            best = f'the best before {resumed}' if resumed else 'that of the start'
+            self.say(f'WARNING: no validation loss was below {best}: a lower --max_lr may help')
         template, words = shards.read_meta(self.run.folder).get('template') or '', ''
         if '{{' in template:    # a tokenizer's own, in jinja
             words = ' --chat'
