@@ -84,7 +84,8 @@ class Schedule:
     @property
     def step_to_keep(self):
         """Return the last step before the decay of wsd, from which a longer run can go on; 0 for others."""
-        return int(self.decay_start) if self.lr_schedule == 'wsd' else 0
+        is_wsd = self.lr_schedule == 'wsd'
+        return int(self.decay_start + 1e-6) if is_wsd else 0    # 45, not 44.99999999999999
 
     @property
     def decay_start(self):

@@ -52,6 +52,7 @@ def test_a_rate_that_jumps_is_said():
     old, new = (Schedule(last, 1.0, lr_schedule='wsd') for last in (100, 200))
     assert new.jump(old.step_to_keep, old.rate(old.step_to_keep - 1)) == ''
     assert (old.step_to_keep, Schedule(100, 1.0).step_to_keep) == (80, 0)
+    assert Schedule(100, 1.0, lr_schedule='wsd', decay_share=0.55).step_to_keep == 45   # 44.999... in fp64
 
 
 def test_schedules_that_do_not_fit():
