@@ -121,7 +121,9 @@ class WeightQuantizer(Quantizer):
     """Quantises with one scale a tensor; `both` moves 10 bytes a weight of fp32, in eager mode too."""
 
     def both(self, x, transposed, scale=None):
-        return quantise(self, 'plain', [x], scale)[:2]
+        one, other, _ = quantise(self, 'plain', [x], scale)
+        # two tensors, though alike: Dynamo breaks the graph at a Function that gets one twice, as of a cache
+        return one, other._replace(scale_inv=other.scale_inv.t())
 
 
 class KernelLinear(Fp8Linear):
@@ -135,7 +137,7 @@ class KernelLinear(Fp8Linear):
             return y if function is None else function(y)
         if not isinstance(x, Deferred):
             x = autocast(x)
-            x = Deferred(x, 'plain', [x.flatten(0, -2)])
+            x = Deferred(x, 'plain', [x.detach().flatten(0, -2)])       # another tensor, be x (M, K) itself
         around = x.how, len(x.inputs), kernel, function
         y = KernelMatmul.apply(x.handle, around, *self.operands(), *x.inputs)
         if kernel in ('gelu', 'swiglu'):
