@@ -147,7 +147,10 @@ class KernelLinear(Fp8Linear):
 
     def then(self, x, function, kernel):
         """Return function(self(x)), by one multiplication where kernels of this name compute the function."""
-        if kernel not in GRADIENTS or self._forward_hooks:      # hooks see the linear's own output
+        hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
+        if any(hooks):      # they see the linear's own input and output, and may change either
+            return function(self(as_tensor(x)))
+        if kernel not in GRADIENTS:
             return function(self(x))
         return self.forward(x, function, kernel)
 
