@@ -98,6 +98,25 @@ def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
     assert len(rows[0]) == 3 * 4 * WIDE.n_layer
 
 
+HOOKS = {       # each halves something
+    'register_forward_pre_hook': lambda module, arguments: (arguments[0] * 0.5,),
+    'register_forward_hook': lambda module, arguments, y: y * 0.5,
+    'register_full_backward_pre_hook': lambda module, dy: (dy[0] * 0.5,),
+    'register_full_backward_hook': lambda module, dx, dy: (dx[0] * 0.5,),
+}
+
+
+@pytest.mark.parametrize('kind', HOOKS)
+def test_a_hook_of_a_linear_changes_what_it_says(kind):
+    (plain, _, _), (fused, _, _) = pair('tensorwise')
+    unhooked = gradients(fused)
+    for model in (plain, fused):
+        for linear in (model.h[1].attn.qkv, model.h[1].mlp.up):
+            getattr(linear, kind)(HOOKS[kind])
+    assert furthest(fused, plain) < ROUNDED
+    assert relative(gradients(fused), unhooked) > 0.01
+
+
 def test_any_linear_of_a_block_may_stay_in_bf16():
     for kept in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down'):
         choice = dataclasses.replace(NATIVE, keep=(f'h.0.{kept}',))

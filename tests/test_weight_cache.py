@@ -1,4 +1,6 @@
 """Weights cast once per step and cached over its micro-steps: the same bits, fewer casts."""
+import dataclasses
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -7,7 +9,7 @@ import fp8_models
 from fp8_models import NATIVE, build, gradients, on_a_cpu, tokens, trained
 from fp8gpt import fp8
 from fp8gpt.optim import set_rate
-from helpers import compiled
+from helpers import compiled, random
 
 
 @pytest.fixture
@@ -46,6 +48,18 @@ def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, monkeypatch):
     monkeypatch.setattr(fp8_models, 'build', built)
     cached_twice_and_not(on_a_cpu('native', 'delayed'), casts, monkeypatch)
     assert counter.frame_count == 2 * graphs[1] > 0
+
+
+@pytest.mark.parametrize('kernels', ['inductor', 'triton'])
+def test_a_cached_cast_breaks_no_graph(kernels):
+    """Dynamo takes no autograd.Function that gets a tensor twice."""
+    choice, x = dataclasses.replace(NATIVE, kernels=kernels), random(16, 32)
+    linear = torch.nn.Linear(32, 64)
+    fp8.convert(linear, choice)
+    fp8.State(linear, choice).weight_cache.new_step(fp8.FEWEST)
+    expected = linear(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(linear.forward, backend='eager', fullgraph=True)(x), expected)
 
 
 def test_few_micro_steps_and_evaluation_cache_nothing(casts):

@@ -121,7 +121,9 @@ class WeightQuantizer(Quantizer):
     """Quantises with one scale a tensor; `both` moves 10 bytes a weight of fp32, in eager mode too."""
 
     def both(self, x, transposed, scale=None):
-        return quantise(self, 'plain', [x], scale)[:2]
+        one, other, _ = quantise(self, 'plain', [x], scale)
+        # two tensors, though alike: Dynamo breaks the graph at a Function that gets one twice, as of a cache
+        return one, other._replace(scale_inv=other.scale_inv.t())
 
 
 class KernelLinear(Fp8Linear):
@@ -135,7 +137,7 @@ class KernelLinear(Fp8Linear):
             return y if function is None else function(y)
         if not isinstance(x, Deferred):
             x = autocast(x)
-            x = Deferred(x, 'plain', [x.flatten(0, -2)])
+            x = Deferred(x, 'plain', [x.detach().flatten(0, -2)])       # another tensor, be x (M, K) itself
         around = x.how, len(x.inputs), kernel, function
         y = KernelMatmul.apply(x.handle, around, *self.operands(), *x.inputs)
         if kernel in ('gelu', 'swiglu'):
@@ -145,7 +147,10 @@ class KernelLinear(Fp8Linear):
 
     def then(self, x, function, kernel):
         """Return function(self(x)), by one multiplication where kernels of this name compute the function."""
-        if kernel not in GRADIENTS or self._forward_hooks:      # hooks see the linear's own output
+        hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
+        if any(hooks):      # they see the linear's own input and output, and may change either
+            return function(self(as_tensor(x)))
+        if kernel not in GRADIENTS:
             return function(self(x))
         return self.forward(x, function, kernel)
 
