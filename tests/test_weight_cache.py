@@ -38,7 +38,8 @@ def test_caching_changes_no_bit(backend, recipe, casts, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, monkeypatch):
+@pytest.mark.parametrize('kernels', ['inductor', 'triton'])
+def test_compiled_caching_changes_no_bit_and_adds_no_graph(kernels, casts, monkeypatch):
     counter, graphs = CompileCounterWithBackend('aot_eager'), []
 
     def built(*arguments):
@@ -46,7 +47,7 @@ def test_compiled_caching_changes_no_bit_and_adds_no_graph(casts, monkeypatch):
         model, state, optimizer = build(*arguments)
         return compiled(model, backend=counter, fullgraph=True), state, optimizer
     monkeypatch.setattr(fp8_models, 'build', built)
-    cached_twice_and_not(on_a_cpu('native', 'delayed'), casts, monkeypatch)
+    cached_twice_and_not(on_a_cpu('native', 'delayed', kernels=kernels), casts, monkeypatch)
     assert counter.frame_count == 2 * graphs[1] > 0
 
 
