@@ -172,6 +172,16 @@ def test_an_edit_of_the_model_is_what_every_kernel_computes(monkeypatch):
             assert relative(unedited, gradients(plain)) > 0.1, edit
 
 
+def test_what_a_hook_keeps_of_a_norm_is_saved_as_a_tensor(tmp_path):
+    _, (fused, _, _) = pair('tensorwise')
+    kept = []
+    fused.h[0].ln_1.register_forward_hook(lambda norm, inputs, outputs: kept.extend(outputs))
+    fused(*tokens())
+    torch.save(kept, tmp_path / 'kept.pt')
+    assert torch.equal(torch.load(tmp_path / 'kept.pt')[1], kept[1].tensor())
+    assert len(kept[1]) == 2 and (abs(1 / kept[1]) > 0).all()
+
+
 def test_a_cast_computes_what_comes_before_it(monkeypatch):
     """Three casts of each of eight linears: no norm, activation or head is a tensor of its own."""
     calls = Counter()

@@ -53,7 +53,8 @@ def operator(name):
 
 
 for name in ('add', 'radd', 'iadd', 'sub', 'rsub', 'isub', 'mul', 'rmul', 'imul', 'truediv', 'itruediv',
-             'neg', 'pow', 'matmul', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'getitem', 'setitem'):
+             'rtruediv', 'neg', 'abs', 'pow', 'matmul', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'len', 'getitem',
+             'setitem', 'reduce_ex'):       # the last is pickle's
     setattr(Deferred, f'__{name}__', operator(f'__{name}__'))
 
 
