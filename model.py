@@ -481,7 +481,10 @@ class GPT(nn.Module):
         """Apply fn to all tensors, as every cast and move of a module does; the compute dtype follows, so
         that model.float() computes in fp32."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        if self.config.position == 'rope':      # in fp32 in every model; to_empty gives no values
+            self.make_rope(len(self.rope_cos))
+        return self
 
     def make_rope(self, tokens):
         """Make RoPE's tables for sequences of so many tokens; few sequences reach the end of a long model."""

@@ -391,8 +391,6 @@ def shard(gpt, run, ranks):
         others = set(block.parameters()) - linears
         fully_shard(block, mesh=mesh, mp_policy=as_used, ignored_params=others, reshard_after_forward=again)
     gpt.to_empty(device=ranks.device)
-    if gpt.config.position == 'rope':
-        gpt.make_rope(len(gpt.rope_cos))
     gpt.register_forward_hook(drop_whole)
 
 

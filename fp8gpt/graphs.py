@@ -46,21 +46,24 @@ class Replay:
 
     def __call__(self, micro_step, x, y, examples, n_targets):
         """Return the loss of a step's micro-step of this number. The next call may overwrite it."""
-        self.steps += not micro_step
         inputs, later = (x, y), micro_step > 0
+        if not later:
+            self.steps, self.begun = self.steps + 1, False
         reduces = getattr(self.model, 'require_backward_grad_sync', False)
         if not self.on or self.steps <= EAGER_STEPS or reduces or examples is not None:
             return self.forward_backward(x, y, examples, n_targets)
         if not self.graphs and not later:
             self.held, self.n_targets = [each.clone() for each in inputs], n_targets
             self.pool = torch.cuda.graph_pool_handle()
-        unlike = n_targets != self.n_targets or x.shape != self.held[0].shape
+        # gradients are where the first graph makes them only once it has run in this step
+        unlike = later > self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
         if unlike or later not in self.graphs and not self.captured(later):
             return self.forward_backward(x, y, examples, n_targets)
         for held, new in zip(self.held, inputs):
             held.copy_(new)
         replay, loss = self.graphs[later]
         replay()
+        self.begun = True
         for p, gradient in zip(self.model.parameters(), self.gradients):
             p.grad = gradient
         return loss

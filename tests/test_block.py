@@ -140,6 +140,22 @@ def rescaled(self, x, delta, rope, cache, mask=None):
     return x, self.mlp(torch.tanh(h).mul(3))
 
 
+def changed_in_place(self, x, delta, rope, cache, mask=None):
+    """What is between a norm and a linear, in place, by those who look without gradients, and by its own."""
+    x, h = self.ln_1(x, delta)
+    with torch.no_grad():
+        assert h.norm() > 0 and (h == h).all()
+        h[:, :8] = 0
+    delta = self.attn(h, rope, cache, mask)
+    x, h = self.ln_2(x, delta)
+    with torch.inference_mode():
+        h.sum()
+    h.mul_(0.5)
+    h += 1
+    h.register_hook(lambda dh: dh * 0.25)
+    return x, self.mlp(h)
+
+
 def squared_relu(self, x):
     """An activation that no kernel knows."""
     return self.down(self.up(x).relu().square())
@@ -147,12 +163,23 @@ def squared_relu(self, x):
 
 def test_an_edit_of_the_model_is_what_every_kernel_computes(monkeypatch):
     unedited = gradients(pair('delayed')[1][0])
-    for kind, edit in ((gpt.Block, side_by_side), (gpt.Block, rescaled), (gpt.MLP, squared_relu)):
+    blocks = side_by_side, rescaled, changed_in_place
+    for kind, edit in (*((gpt.Block, edit) for edit in blocks), (gpt.MLP, squared_relu)):
         with monkeypatch.context() as patch:
             patch.setattr(kind, 'forward', edit)
             (plain, _, _), (joined, _, _) = pair('delayed')
             assert furthest(joined, plain) < ROUNDED, edit
             assert relative(unedited, gradients(plain)) > 0.1, edit
+
+
+def test_what_a_hook_keeps_of_a_norm_is_saved_as_a_tensor(tmp_path):
+    _, (fused, _, _) = pair('tensorwise')
+    kept = []
+    fused.h[0].ln_1.register_forward_hook(lambda norm, inputs, outputs: kept.extend(outputs))
+    fused(*tokens())
+    torch.save(kept, tmp_path / 'kept.pt')
+    assert torch.equal(torch.load(tmp_path / 'kept.pt')[1], kept[1].tensor())
+    assert len(kept[1]) == 2 and (abs(1 / kept[1]) > 0).all()
 
 
 def test_a_cast_computes_what_comes_before_it(monkeypatch):

@@ -46,9 +46,10 @@ class Captures:
             p.grad = gradient
 
 
-def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None):
+def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS)):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
-    the number of captures. odd_step: one whose examples are kept apart. In the midst, an evaluation."""
+    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. In the midst,
+    an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
     model = wrap(model) if wrap else model
     captures = Captures(model, fails)
@@ -67,7 +68,7 @@ def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None):
         for micro_step in range(MICRO_STEPS):
             distributed.sync_gradients(model, micro_step == MICRO_STEPS - 1)
             x, y = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
-            odd = step == odd_step
+            odd = step == odd_step and micro_step in odd_ones
             examples = torch.arange(16).expand(2, 16) // 5 if odd else None
             loss += replay(micro_step, x, y, examples, 90.0 if odd else 96.0)
         losses.append(loss.item())
@@ -87,6 +88,14 @@ def test_replayed_steps_are_eager_steps(odd_step, monkeypatch):
     for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
         assert same_bits(ours, theirs)
     assert found[2] == []
+
+
+@pytest.mark.parametrize('odd_step, odd_micro_step', [(2, 0), (6, 0), (6, 1), (6, 2)])
+def test_a_step_may_have_one_micro_step_unlike_the_others(odd_step, odd_micro_step, monkeypatch):
+    options = dict(odd_step=odd_step, odd_ones=[odd_micro_step])
+    expected, found = (trained(monkeypatch, on, **options) for on in (False, True))
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert same_bits(ours, theirs)
 
 
 def test_ddp_launches_the_micro_step_in_which_it_reduces(monkeypatch):

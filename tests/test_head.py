@@ -90,6 +90,16 @@ def test_evaluation_and_logits_are_bf16s():
     assert model(x, y) != plain(x, y)
 
 
+@pytest.mark.filterwarnings('ignore:calls whose tokens')
+def test_tokens_in_no_multiple_of_16_are_bf16s():
+    """As in every FP8 linear; in chunks, of the last one alone."""
+    plain, model = (build(choice, config=PADDED)[0] for choice in (fp8.OFF, with_head()))
+    batch = [t[:1, :17] % 50 for t in tokens()]
+    assert torch.equal(gradients(model, batch), gradients(plain, batch))
+    model.loss_chunks = 2
+    assert 0 < relative(gradients(model, batch), gradients(plain, batch)) < 0.12
+
+
 def test_health_looks_at_what_the_head_casts_and_which_backends_have_one():
     choice = with_head(EMULATE, recipe='rowwise', format='e4m3')
     model, _, _ = build(choice)

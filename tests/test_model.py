@@ -233,6 +233,14 @@ def test_a_long_model_costs_what_is_read_of_it():
     assert torch.equal(model.rope_cos, rope_tables(config, len(model.rope_cos))[0])
 
 
+def test_rope_is_the_same_in_a_model_that_was_cast_or_had_no_memory():
+    with torch.device('meta'):
+        empty = GPT(LLAMA, seed=None)
+    expected = rope_tables(LLAMA, LLAMA.block_size)
+    for model in (GPT(LLAMA).bfloat16(), empty.to_empty(device='cpu')):
+        assert torch.equal(torch.stack([model.rope_cos, model.rope_sin]), torch.stack(expected))
+
+
 def test_the_config_lists_the_linears_that_the_factory_is_asked_for():
     for config in (SMALL, LLAMA, dataclasses.replace(LLAMA, head_dim=32, qk_norm=True, qkv_bias=True)):
         asked = []

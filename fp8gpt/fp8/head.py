@@ -13,10 +13,11 @@ import math
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.autograd import Function
 
 from .linear import (
-    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, mode, quantizers,
+    E5M2, TENSOR, Arithmetic, Float8Tensor, autocast, cast_linear, falls_back, mode, quantizers,
     refuse_second_derivative)
 
 
@@ -72,4 +73,7 @@ class Fp8Head(nn.Linear):
         if targets is None:
             return self.plain(self, x)
         x, targets = x.flatten(0, -2), targets.flatten()
+        if falls_back(x, 16):
+            logits = self.plain(self, x)[:, :vocab_size].float()
+            return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
         return Fp8HeadNats.apply(x, self.weight, targets, self.arithmetic, vocab_size)

@@ -22,15 +22,21 @@ GRADIENTS = {None: 'plain', 'heads': 'heads', 'gelu': 'gelu_backward', 'swiglu':
 
 class Deferred:
     """Stands for the value of VALUES[how](*inputs), which is not computed yet. handle: a tensor of its shape,
-    without memory, whose gradient is the value's; see handle_of."""
+    without memory, whose gradient is the value's; see handle_of. value: the tensor, once someone
+    has asked for it, who may change it in place or hook its gradient."""
 
     def __init__(self, handle, how, inputs):
-        self.handle, self.how, self.inputs = handle, how, inputs
+        self.handle, self.how, self.inputs, self.value = handle, how, inputs, None
 
     def tensor(self):
         """Return the value."""
-        [value] = VALUES[self.how](*self.inputs)
-        return self.handle + value.detach().view(self.handle.shape)
+        if self.value is None:
+            [value] = VALUES[self.how](*self.inputs)
+            # who only looks, under no_grad or in inference_mode, takes no gradient away
+            inference = not torch.compiler.is_compiling() and self.handle.is_inference()
+            with torch.inference_mode(inference), torch.enable_grad():
+                self.value = self.handle + value.detach().view(self.handle.shape)
+        return self.value
 
     def __getattr__(self, name):
         return getattr(self.tensor(), name)
@@ -46,7 +52,9 @@ def operator(name):
     return lambda self, *others: getattr(self.tensor(), name)(*others)
 
 
-for name in ('add', 'radd', 'sub', 'rsub', 'mul', 'rmul', 'truediv', 'neg', 'pow', 'matmul', 'getitem'):
+for name in ('add', 'radd', 'iadd', 'sub', 'rsub', 'isub', 'mul', 'rmul', 'imul', 'truediv', 'itruediv',
+             'rtruediv', 'neg', 'abs', 'pow', 'matmul', 'eq', 'ne', 'lt', 'le', 'gt', 'ge', 'len', 'getitem',
+             'setitem', 'reduce_ex'):       # the last is pickle's
     setattr(Deferred, f'__{name}__', operator(f'__{name}__'))
 
 
@@ -132,6 +140,8 @@ class KernelLinear(Fp8Linear):
     def forward(self, input, function=None, kernel=None):
         """Return function(self(x)), or self(x): a Deferred where function is an activation. x: input."""
         x = input
+        if isinstance(x, Deferred) and x.value is not None:
+            x = x.value
         if falls_back(x.handle if isinstance(x, Deferred) else x, 16):
             y = super().forward(as_tensor(x))
             return y if function is None else function(y)
