@@ -430,9 +430,7 @@ class RunCurves:
         last = {}
         for record in records:
             last |= record
-        self.header = {'device': last.get('device')}
-        for key in 'versions', 'config':
-            self.header[key] = last[key] if isinstance(last.get(key), dict) else {}
+        self.header = header_of(last)
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val = self.val[max(self.val)] if self.val else None
         self.finished = bool(records[-1].get('finished'))
@@ -451,6 +449,12 @@ class RunCurves:
             until = self.logged[logged]
             size = (self.seen[until] - seen) / (until - since)
         return seen + (step - since) * size
+
+
+def header_of(record):
+    """Return device, versions and config of a log's records together; {} where one is no dict."""
+    found = {key: record[key] if isinstance(record.get(key), dict) else {} for key in ('versions', 'config')}
+    return {'device': record.get('device')} | found
 
 
 def values_by_step(records, key):
