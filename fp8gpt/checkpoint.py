@@ -109,8 +109,9 @@ def save(directory, state, keep, best=False, before=0):
             fill = functools.partial(torch.save, state)
             try:
                 files.write(path, fill)
-            except DataError:
-                if keep < 2 or not _remove_oldest(directory, keep - 1, before):
+            except DataError as error:
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)     # None: torch kept the reason
+                if not is_full or keep < 2 or not _remove_oldest(directory, keep - 1, before):
                     raise
                 files.write(path, fill)
     if not is_rank_0():

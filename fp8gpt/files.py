@@ -24,8 +24,8 @@ MARKS = {codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32', codecs.BO
 
 
 def write(path, fill):
-    """Write a file whole, to the disk, or leave the old file and raise DataError. fill(file) writes the
-    content, bytes. The file's folder is made where there is none."""
+    """Write a file whole, to the disk, or leave the old file and raise DataError, whose errno is the
+    system's, or None. fill(file) writes the content, bytes. The file's folder is made where there is none."""
     temporary = temporary_name(path)
     try:
         os.makedirs(dirname(path) or '.', exist_ok=True)
@@ -38,7 +38,9 @@ def write(path, fill):
         remove(temporary)
         cause = error.__context__ if isinstance(error, RuntimeError) else error     # torch wraps it
         reason = getattr(cause, 'strerror', None) or 'is the disk full?'
-        raise DataError(f'could not write {path} ({reason})') from error
+        problem = DataError(f'could not write {path} ({reason})')
+        problem.errno = getattr(cause, 'errno', None)
+        raise problem from error
 
 
 def temporary_name(path):

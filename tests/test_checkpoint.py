@@ -12,6 +12,7 @@ import pickle
 import re
 import time
 import zipfile
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +216,10 @@ def test_a_full_disk_takes_the_room_of_what_the_new_file_replaces(folder, monkey
         with pytest.raises(UserError, match='No space left'):
             save(folder, state(5), keep)
         assert [*steps_in(folder)] == [3, 4]
+    monkeypatch.setattr(torch, 'save', mock.Mock(side_effect=OSError(errno.EIO, 'Input/output error')))
+    with pytest.raises(UserError, match='Input/output error'):
+        save(folder, state(5), keep=2)
+    assert [*steps_in(folder)] == [3, 4], 'room would not help'
 
 
 def test_the_highest_whole_step_is_the_latest(folder, tmp_path):
