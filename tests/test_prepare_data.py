@@ -299,6 +299,13 @@ def test_a_file_is_read_as_its_name_and_bytes_say(tmp_path, name, raw, encoding,
     assert [row['text'] for row in rows] == expected
 
 
+def test_a_byte_order_mark_is_told(tmp_path, capsys):
+    path = pack(tmp_path / 'a.txt', TEXT.encode('utf-16'))
+    config = {'dataset': 'mine', 'data_files': str(path), 'encoding': ''}
+    assert prepare_data.find_source(config, 'mine', {})[0] == [str(path)]
+    assert capsys.readouterr().out == f'{path}: its byte order mark gives the encoding, utf-16\n'
+
+
 TWICE = '{"text": "one", "text": "two"}'
 
 

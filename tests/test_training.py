@@ -141,6 +141,9 @@ def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, 
     assert 'WARNING: no validation loss was below that of the start' in out
     assert f'next: python sample.py --ckpt {tmp_path}/b/latest.pt' in out
     assert not (tmp_path / 'b' / 'best_model.pt').exists()
+    last = f'{tmp_path}/b/latest.pt'
+    out = here('train_fp8.py', f'--resume={last}', '--max_steps=11', f'--checkpoint_dir={tmp_path}/c')
+    assert f'WARNING: no validation loss was below the best before {last}: ' in out
 
 
 def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
