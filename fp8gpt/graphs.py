@@ -56,7 +56,7 @@ class Replay:
             self.held, self.n_targets = [each.clone() for each in inputs], n_targets
             self.pool = torch.cuda.graph_pool_handle()
         # gradients are where the first graph makes them only once it has run in this step
-        unlike = later > self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
+        unlike = later and not self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
         if unlike or later not in self.graphs and not self.captured(later):
             return self.forward_backward(x, y, examples, n_targets)
         for held, new in zip(self.held, inputs):

@@ -659,6 +659,7 @@ class State:
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
         if self.steps % self.choice.interval == 0:
             largest, before = self.history.amax(0), torch.stack(scales)
+            # a scale of 1 is of a layer that never had an amax
             largest = largest.where((largest > 0) | (before != 1), largest.amax(0))
             ranges = [torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]]
             new = largest.new_tensor(ranges) * (1 / (largest * 2**self.choice.margin))
