@@ -208,19 +208,21 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
 def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(monkeypatch):
     def checked(seconds, problem=None, choice=NATIVE, **options):
         monkeypatch.setattr(health.Sample, 'problem', lambda *_: problem)
-        monkeypatch.setattr(health.Sample, 'times', lambda *_: {'bf16': 1.0, 'FP8': seconds})
+        monkeypatch.setattr(health.Sample, 'times', lambda _, trial: {
+            name: 1.0 if not each.on else seconds if each.recipe == choice.recipe else 0.8
+            for name, each in trial.items()})
         return health.self_check(sample(), choice, **options)
     assert checked(0.5, 'a block is off') == (dataclasses.replace(fp8.OFF, reason='a block is off'), [])
     with pytest.raises(DeviceError, match='^fp8_recipe=rowwise: a block is off$'):
         checked(0.5, 'a block is off', orders='fp8_recipe=rowwise')
     found, lines = checked(1.25)
-    assert (found.reason, lines) == ('FP8 is not faster than bf16 here (x0.80)', [])
+    assert (found.reason, lines) == ('FP8 is not faster than bf16 here (FP8 x0.80)', [])
     slow = 'speed     FP8 x0.80 over bf16, measured here on a few blocks'
     assert checked(1.25, orders='fp8_recipe=tensorwise') == (NATIVE, [slow])    # an order is only slow
     assert checked(0.5) == (NATIVE, [slow.replace('0.80', '2.00')])
-    for recipe, more in ('tensorwise', '; --fp8_recipe=delayed may be faster'), ('delayed', ''):
+    for recipe, more in ('tensorwise', ', --fp8_recipe=delayed x1.25'), ('delayed', ''):     # never chosen
         ours = dataclasses.replace(NATIVE, recipe=recipe, kernels='triton')
-        assert checked(1.25, choice=ours, orders=recipe) == (ours, [slow + more])
+        assert checked(1.25, choice=ours, orders=recipe) == (ours, [slow.replace(' over', more + ' over')])
     frozen = dataclasses.replace(NATIVE, lora_rank=4)
     assert checked(1.25, choice=frozen) == (frozen, [])
 
