@@ -203,6 +203,18 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
     assert sample().problem(NATIVE) == 'native failed: no such kernel'
 
 
+def test_casts_that_a_step_keeps_are_checked_where_the_run_keeps_them(monkeypatch):
+    real = fp8.cast_weight
+
+    def wrong(linear, scale=None):
+        amax = real(linear, scale)
+        linear.wt8_scale_inv = linear.wt8_scale_inv * 1.5
+        return amax
+    monkeypatch.setattr(fp8, 'cast_weight', wrong)
+    assert sample(micro_steps=1).problem(NATIVE) is None
+    assert ' is off by 50% in native' in sample(micro_steps=4).problem(NATIVE)
+
+
 # -------------------------------------------------------------------------------------- the self-check: fast?
 
 def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(monkeypatch):

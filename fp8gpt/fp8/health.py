@@ -224,7 +224,8 @@ class Sample:
             x = torch.randn(*inputs[0].shape, part.in_features, device=inputs[0].device)
             inputs = [x.bfloat16().requires_grad_()]
         for each, module in zip(choices, (plain, part)):
-            calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
+            state = calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
+        state.weight_cache.new_step(self.micro_steps)   # of `part`: it reads kept casts where the run does
         expected = output_and_gradients(plain, inputs)
         if self.compiled:
             part.compile(dynamic=False)
