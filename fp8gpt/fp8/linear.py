@@ -477,7 +477,8 @@ class Fp8Linear(nn.Linear):
                 held = types.SimpleNamespace(weight=weight, bias=self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
-        if torch.compiler.is_exporting():
+        # what is_exporting returns; torch 2.11's Dynamo takes that for True under torch.compile, too
+        if torch.compiler._is_exporting_flag:
             y = y.detach()      # its graph is Matmul.forward, whose gradients would be those of scales alone
         # F.linear's own last step: FSDP2 warns of a module that returns a view
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
