@@ -73,8 +73,8 @@ def say_run(run, ended, first):
 
 
 def plot_loss(directories, out, json_out):
-    """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
-    given, its numbers with what produced them."""
+    """Draw losses over tokens, and their distance from the first run's at the same tokens, where it has a
+    loss. Write a picture and, if json_out is given, its numbers with what produced them."""
     runs = [runlog.RunCurves(directory) for directory in directories]
     figure, (losses, distances) = plt.subplots(
         2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
@@ -84,7 +84,9 @@ def plot_loss(directories, out, json_out):
         curves = ((run.train, runs[0].train, {'alpha': 0.4}),
                   (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
         for curve, first, look in curves:
-            far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if first.get(step)}    # %
+            then = {round(runs[0].tokens_at(step)): loss for step, loss in first.items()}
+            far = {step: 100 * (loss / then[tokens] - 1) for step, loss in curve.items()        # %
+                   if then.get(tokens := round(run.tokens_at(step)))}
             for axes, values in ((losses, curve), (distances, far)):
                 tokens = [run.tokens_at(step) / 1e6 for step in values]
                 axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
