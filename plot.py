@@ -109,20 +109,28 @@ def plot_loss(directories, out, json_out):
 
 
 def plot_gap(result, out):
-    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs: the mean over seeds,
-    and its 95% interval as a band. result: a JSON of `bench.py quality`. Raises SettingError for others."""
+    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs, a curve for each
+    row: the mean over seeds, and its 95% interval as a band, where no loss is NaN. result: a JSON of
+    `bench.py quality`. Raises SettingError for others."""
+    curves = []
     try:
-        row = files.read_json(result)['rows'][0]
-        seeds, curve = row['seeds'], row['curve'].items()
-        points = [(int(tokens) / 1e6, float(gap), *map(float, ends)) for tokens, (gap, ends) in curve]
-        millions, gap, low, high = zip(*points)
-    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError):
+        for row in files.read_json(result)['rows']:
+            points = [(int(tokens) / 1e6, float(gap), *map(float, ends))
+                      for tokens, (gap, ends) in row.get('curve', {}).items() if ends]
+            if points:
+                name = ' '.join(row[key] for key in ('backend', 'recipe') if key in row)
+                label = f'{name}: mean and 95% interval, {row["seeds"]} pairs of runs'
+                curves.append((label, *zip(*points)))
+        if not curves:
+            raise ValueError
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '
                            'bench.py quality CONFIG --seeds=5 writes them') from None
     figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
     axes.axhline(0, color='black', linewidth=1)
-    axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {seeds} pairs of runs')
-    axes.plot(millions, gap, marker='o', markersize=4, label='mean')
+    for label, millions, gap, low, high in curves:
+        [line] = axes.plot(millions, gap, marker='o', markersize=4, label=label)
+        axes.fill_between(millions, low, high, alpha=0.25, color=line.get_color())
     axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
     axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)
     axes.legend(loc='upper right')

@@ -1,5 +1,6 @@
 """Pictures of runs and schedules, and the lines that are printed beside them."""
 import json
+import math
 import re
 
 import matplotlib.pyplot as plt
@@ -98,10 +99,14 @@ def test_gap(tmp_path, here, monkeypatch):
     seen, result = [], tmp_path / 'quality.json'
     monkeypatch.setattr(plt, 'close', seen.append)
     result.write_text(json.dumps({'rows': [
-        {'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}}]}))
+        {'recipe': 'delayed', 'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}},
+        {'recipe': 'mxfp8', 'verdict': 'needs another GPU'},
+        {'recipe': 'rowwise', 'seeds': 2, 'curve': {'1000000': [1, [0, 2]], '2000000': [math.nan, None]}}]}))
     here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
     axes = seen[0].axes[0]
-    assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -0.2]]
+    assert [line.get_xydata().tolist() for line in axes.lines[1:]] == [[[1, 0.5], [2, -0.2]], [[1, 1]]]
+    assert [text.get_text() for text in axes.get_legend().texts] == [
+        'delayed: mean and 95% interval, 3 pairs of runs', 'rowwise: mean and 95% interval, 2 pairs of runs']
     corners = axes.collections[0].get_paths()[0].vertices.tolist()
     assert sorted(set(map(tuple, corners))) == [(1, -1), (1, 2), (2, -1), (2, 0.6)]
     fine = [0.5, [1, 2]]
