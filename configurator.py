@@ -492,11 +492,12 @@ class Config(dict):
             self.update(layer)
             self.given.update(layer)
 
-    def over(self, saved, never=()):
+    def over(self, saved, never=(), place='the checkpoint'):
         """Return the Config of the same files and flags over a checkpoint's settings, a dict. Names that this
-        script does not have, and those in `never`, are dropped. Raises SettingError for another type."""
+        script does not have, and those in `never`, are dropped. Raises SettingError for another type, which
+        names the place."""
         settings = self.script.settings
-        inherited = {name: _typed(settings[name], value, 'the checkpoint', name)
+        inherited = {name: _typed(settings[name], value, place, name)
                      for name, value in saved.items() if name in settings and name not in never}
         return Config(self.script, self.layers, self.stem, inherited)
 

@@ -483,7 +483,7 @@ def print_runs(plans, max_hours, usd):
     else:
         print_row('  the run, seconds', [each * 3600 for each in hours], '.3g')
     tokens = [each * 3600 * plan.speed for each, plan in zip(hours, plans)]
-    unit, size = ('million tokens', 1e6) if max(tokens) >= 1e7 else ('tokens', 1)
+    unit, size = ('million tokens', 1e6) if min(tokens) >= 1e7 else ('tokens', 1)
     print_row(f'  the run, {unit}', [each / size for each in tokens], ',.0f')
     if usd:
         print_row(f'  the run, USD at {usd:g} an hour',

@@ -73,8 +73,8 @@ def say_run(run, ended, first):
 
 
 def plot_loss(directories, out, json_out):
-    """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
-    given, its numbers with what produced them."""
+    """Draw losses over tokens, and their distance from the first run's at the same tokens, where it has a
+    loss. Write a picture and, if json_out is given, its numbers with what produced them."""
     runs = [runlog.RunCurves(directory) for directory in directories]
     figure, (losses, distances) = plt.subplots(
         2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
@@ -84,7 +84,9 @@ def plot_loss(directories, out, json_out):
         curves = ((run.train, runs[0].train, {'alpha': 0.4}),
                   (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
         for curve, first, look in curves:
-            far = {step: 100 * (curve[step] / first[step] - 1) for step in curve if first.get(step)}    # %
+            then = {round(runs[0].tokens_at(step)): loss for step, loss in first.items()}
+            far = {step: 100 * (loss / then[tokens] - 1) for step, loss in curve.items()        # %
+                   if then.get(tokens := round(run.tokens_at(step)))}
             for axes, values in ((losses, curve), (distances, far)):
                 tokens = [run.tokens_at(step) / 1e6 for step in values]
                 axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
@@ -107,20 +109,28 @@ def plot_loss(directories, out, json_out):
 
 
 def plot_gap(result, out):
-    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs: the mean over seeds,
-    and its 95% interval as a band. result: a JSON of `bench.py quality`. Raises SettingError for others."""
+    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs, a curve for each
+    row: the mean over seeds, and its 95% interval as a band, where no loss is NaN. result: a JSON of
+    `bench.py quality`. Raises SettingError for others."""
+    curves = []
     try:
-        row = files.read_json(result)['rows'][0]
-        seeds, curve = row['seeds'], row['curve'].items()
-        points = [(int(tokens) / 1e6, float(gap), *map(float, ends)) for tokens, (gap, ends) in curve]
-        millions, gap, low, high = zip(*points)
-    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError):
+        for row in files.read_json(result)['rows']:
+            points = [(int(tokens) / 1e6, float(gap), *map(float, ends))
+                      for tokens, (gap, ends) in row.get('curve', {}).items() if ends]
+            if points:
+                name = ' '.join(row[key] for key in ('backend', 'recipe') if key in row)
+                label = f'{name}: mean and 95% interval, {row["seeds"]} pairs of runs'
+                curves.append((label, *zip(*points)))
+        if not curves:
+            raise ValueError
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '
                            'bench.py quality CONFIG --seeds=5 writes them') from None
     figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
     axes.axhline(0, color='black', linewidth=1)
-    axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {seeds} pairs of runs')
-    axes.plot(millions, gap, marker='o', markersize=4, label='mean')
+    for label, millions, gap, low, high in curves:
+        [line] = axes.plot(millions, gap, marker='o', markersize=4, label=label)
+        axes.fill_between(millions, low, high, alpha=0.25, color=line.get_color())
     axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
     axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)
     axes.legend(loc='upper right')

@@ -60,7 +60,8 @@ for name, value in without_effect.items():
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:
-    globals().update(config.over(found).inherited)
+    place = 'generation_config.json, in place of which a flag counts'
+    globals().update(config.over(found, place=place).inherited)
     say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
 tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:

@@ -70,7 +70,14 @@ class ByteTokenizer:
     folder = chat_template = pad = None
 
     def encode(self, text, special=False):
-        """Return the ids (n,) of a text, uint16. special: no special token has text here."""
+        """Return the ids (n,) of a text, uint16. special: the text <|endoftext|> is EOT, as in an export."""
+        if not special:
+            return self.encode_text(text)
+        first, *rest = map(self.encode_text, text.split(EOT))
+        return np.concatenate([first, *(np.append(self.eot, ids) for ids in rest)]).astype(np.uint16)
+
+    def encode_text(self, text):
+        """Return the ids (n,) of a text without special tokens, uint16."""
         return np.frombuffer(text.encode('utf-8', 'replace'), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids):
@@ -107,14 +114,14 @@ class TiktokenTokenizer(ByteTokenizer):
         self.eot = self.start = self.encoding.eot_token
         self.stops = self.opening = (self.eot,)
 
-    def encode(self, text, special=False):
-        """Return the ids (n,) of a text, uint16. special: no special token has text here."""
+    def encode_text(self, text):
+        """Return the ids (n,) of a text without special tokens, uint16."""
         text = whole_characters(text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         except ValueError:  # a million spaces in a row are too many for tiktoken's regex
             half = len(text) // 2
-            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+            return np.concatenate([self.encode_text(text[:half]), self.encode_text(text[half:])])
 
     def decode_bytes(self, ids):
         """Return the bytes of the ids; EOT has none, nor have ids past it, which pad many a model."""

@@ -169,10 +169,11 @@ def test_verdicts():
     wrong = []
     for bf16, eight, gap, verdict in (
             ([2.0, 4.0], [2.008, 4.016], 0.4, 'PASS'),
-            ([2.0, 4.0], [2.02, 4.04], 1, 'WARN, not more than 2% worse, 3 seeds would decide'),
+            ([2.0, 4.0], [2.02, 4.04], 1, 'WARN, worse by 0.5% to 2%'),
             ([2.0, 4.0], [2.06, 4.12], 3, 'FAIL'),
             ([2.0], [2.22], 11, 'INCONCLUSIVE, one seed'),
-            ([1.0] * 3, [1.009, 1.01, 1.011], 1, 'WARN, not more than 2% worse, 4 seeds would decide'),
+            ([1.0] * 3, [1.009, 1.01, 1.011], 1, 'WARN, worse by 0.5% to 2%'),
+            ([1.0] * 3, [1.0, 1.001, 1.008], 0.3, 'WARN, not more than 2% worse, 9 seeds would decide'),
             ([1.0] * 3, [1.02, 1.03, 1.04], 3, 'FAIL'),
             ([1.0] * 3, [0.99, 1.0, 1.01], 0, 'INCONCLUSIVE, 34 seeds would decide'),
             ([2.0], [math.nan], math.nan, 'FAIL')):

@@ -307,6 +307,11 @@ def test_the_report_of_gpt2_on_eight_gpus(said):
     assert [line for line in shown[2].splitlines() if line not in out] == []
 
 
+def test_no_column_of_a_short_run_has_0_million_tokens(said):
+    out = said('config/quickstart.py --gpu=h100 --gpus=1,16')
+    assert re.search(r'the run, tokens +1,024,000 +16,384,000\n', out)
+
+
 @pytest.mark.parametrize('words, file, wanted', [
     ('', 'finetune.py', ('adamw8bit', 'bf16', 'full', 4)),
     ('--lora_rank=8 --loss_chunks=2', 'finetune_lora.py', ('adamw', 'bf16', 'full', 2)),

@@ -1,5 +1,6 @@
 """Pictures of runs and schedules, and the lines that are printed beside them."""
 import json
+import math
 import re
 
 import matplotlib.pyplot as plt
@@ -45,6 +46,21 @@ def test_loss(tmp_path, here, monkeypatch):
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
 
 
+def test_distances_are_at_the_same_tokens(tmp_path, here):
+    """The second run has steps of twice the tokens, and at the same tokens a loss that is 1% higher."""
+    for name, tokens, loss in ('a', 100, lambda seen: 600 / seen), ('b', 200, lambda seen: 606 / seen):
+        rows = [{'step': step, 'val/loss': loss(step * tokens), 'train/loss': loss(step * tokens),
+                 'train/tokens': step * tokens, 'train/dt_ms': 1e3, 'train/tokens_per_sec': tokens}
+                for step in range(1, 5)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'log.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    for first, other, distances in ('a', 'b', {'1': 1, '2': 1}), ('b', 'a', {'2': -1 / 1.01, '4': -1 / 1.01}):
+        here('plot.py', 'loss', tmp_path / first, tmp_path / other, f'--out={tmp_path}/loss.png',
+             f'--json={tmp_path}/loss.json')
+        found = json.loads((tmp_path / 'loss.json').read_text())[f'{tmp_path / other} (None)']
+        assert found['val_loss_percent_from_first'] == pytest.approx(distances)
+
+
 def test_tokens_are_those_that_were_seen(tmp_path):
     """Steps of 100 tokens up to step 20, then of 50, each at a speed of its own, also of an even number of
     lines, whose median is of no step."""
@@ -83,10 +99,14 @@ def test_gap(tmp_path, here, monkeypatch):
     seen, result = [], tmp_path / 'quality.json'
     monkeypatch.setattr(plt, 'close', seen.append)
     result.write_text(json.dumps({'rows': [
-        {'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}}]}))
+        {'recipe': 'delayed', 'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}},
+        {'recipe': 'mxfp8', 'verdict': 'needs another GPU'},
+        {'recipe': 'rowwise', 'seeds': 2, 'curve': {'1000000': [1, [0, 2]], '2000000': [math.nan, None]}}]}))
     here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
     axes = seen[0].axes[0]
-    assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -0.2]]
+    assert [line.get_xydata().tolist() for line in axes.lines[1:]] == [[[1, 0.5], [2, -0.2]], [[1, 1]]]
+    assert [text.get_text() for text in axes.get_legend().texts] == [
+        'delayed: mean and 95% interval, 3 pairs of runs', 'rowwise: mean and 95% interval, 2 pairs of runs']
     corners = axes.collections[0].get_paths()[0].vertices.tolist()
     assert sorted(set(map(tuple, corners))) == [(1, -1), (1, 2), (2, -1), (2, 0.6)]
     fine = [0.5, [1, 2]]

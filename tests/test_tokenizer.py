@@ -14,7 +14,7 @@ import transformers
 from fp8gpt import tokenizer
 from configurator import DataError, MachineError, MissingError, SettingError
 from preparing import needs_bpe
-from fp8gpt.tokenizer import get_tokenizer
+from fp8gpt.tokenizer import EOT, get_tokenizer
 from tokenizers_made import BEGIN, END, END_OF_TURN, make_tokenizer
 
 TEXT = 'naïve 日本語 🙂 <|endoftext|>\n\tend'
@@ -27,6 +27,7 @@ def test_a_byte_is_a_token():
     assert t.decode([256, 72, 105]) == 'Hi'
     assert (t.eot, t.vocab_size) == (256, 257)
     assert t.encode('a\ud800b').tolist() == list(b'a?b')
+    assert t.encode(f'{EOT}a{EOT * 2}', special=True).tolist() == [256, 97, 256, 256]
 
 
 def test_gpt2_is_tiktokens(small_gpt2):
@@ -35,7 +36,8 @@ def test_gpt2_is_tiktokens(small_gpt2):
     ids = gpt2.encode(TEXT)
     assert ids.dtype == np.uint16
     assert ids.tolist() == small_gpt2.encode_ordinary(TEXT)
-    assert 512 not in ids                   # <|endoftext|> in a text is text
+    assert 512 not in ids                   # <|endoftext|> in a text is text, in a prompt EOT
+    assert gpt2.encode(TEXT, special=True).tolist() == small_gpt2.encode(TEXT, allowed_special='all')
     assert gpt2.decode([512, *ids, 513]) == TEXT        # 513 pads a model
     assert gpt2.decode(gpt2.encode('a\ud800b')) == 'a?b'
     many = ' ' * 2**20 + 'x'                # spaces: more than tiktoken's regex takes at once
