@@ -60,7 +60,7 @@ for name, value in without_effect.items():
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:
-    place = 'generation_config.json, in place of which a flag counts'
+    place = 'generation_config.json (flags count before it)'
     globals().update(config.over(found, place=place).inherited)
     say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
 tokenizer = pretrained.tokenizer_of(ckpt, state)

@@ -151,7 +151,7 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
     assert 'num_beams' not in said
     change_config(tmp_path / 'odd', 'generation_config', top_p='much')
     code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
-    assert code == 2 and line == ('generation_config.json, in place of which a flag counts: '
+    assert code == 2 and line == ('generation_config.json (flags count before it): '
                                   "top_p wants a number > 0, <= 1, not 'much'")
 
 
