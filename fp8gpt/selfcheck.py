@@ -19,7 +19,7 @@ def choose_precision(run, world_size=1):
     orders. Raises what fp8.choose and health.self_check raise."""
     config, compiled, lines = run.config, run.compiled, []
     if config['eval_only']:
-        return dataclasses.replace(fp8.OFF, reason='evaluation is in bf16'), lines
+        return dataclasses.replace(fp8.OFF, reason='evaluation is without it'), lines
     ran = run.resumed and run.resumed.get('fp8_choice') or {}
     for name, value in ran.items():     # requests until now; nobody would see a resumed run change
         if name in config.given or not config['use_fp8']:

@@ -283,6 +283,14 @@ def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
     assert found == [0, 1, 1, 1 / 4, 1]     # of several ranks, DDP reduces in the last micro-step
 
 
+def test_an_evaluation_alone_names_no_dtype_but_the_one_that_runs():
+    """The line read `FP32 | FP8 Training Off: evaluation is in bf16`."""
+    words = ['--eval_only', '--dtype=fp32', '--device=cpu']
+    run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    choice, _ = selfcheck.choose_precision(run)
+    assert (choice.on, choice.reason) == (False, 'evaluation is without it')
+
+
 def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monkeypatch):
     """On a GPU that is not there. What ran is an order, and a refusal says how to go on."""
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
