@@ -340,7 +340,8 @@ while step < last_step:
 
 replay.forget()
 if not stopping:
-    last = [evaluate, test_hellaswag] if hellaswag_freq else [evaluate]
+    is_due = sample_freq and step % sample_freq == 0 and not eval_only
+    last = [evaluate, *([show_sample] if is_due else []), *([test_hellaswag] if hellaswag_freq else [])]
     stopping = not distributed.finish_all(
         last, last if eval_only else [evaluate], distributed.sharded(config))
 if stopping and step and not eval_only:

@@ -208,6 +208,13 @@ def test_a_stop_in_other_work_ends_it_and_a_resume_does_it_again(here, tiny, tmp
         assert equal(folder / 'best_model.pt', tmp_path / 'whole' / 'best_model.pt')
 
 
+def test_a_sample_is_due_at_the_last_step_too(here, tiny, tmp_path):
+    for steps, due in (4, [2, 4]), (3, [2]):
+        here('train.py', *tiny, f'--max_steps={steps}', '--sample_freq=2',
+             f'--checkpoint_dir={tmp_path}/{steps}')
+        assert [step for step, _ in records(tmp_path / str(steps), 'sample')] == due
+
+
 @pytest.mark.slow
 def test_sigterm_before_the_first_step_is_one_line():
     code = 'import os; from fp8gpt import distributed; distributed.init("cpu"); os.kill(os.getpid(), 15)'
