@@ -306,6 +306,15 @@ def test_an_exported_graph_has_no_gradients_and_leaves_the_model_trainable(recip
         state.after_step()
 
 
+def test_a_model_trains_where_torch_says_that_it_is_exported(monkeypatch):
+    """As Dynamo of torch 2.11 says in every trace: a compiled model's linears had no gradients there."""
+    monkeypatch.setattr(torch.compiler, 'is_exporting', lambda: True)
+    model, x = stack(), torch.randn(32, 64)
+    in_fp8(model, 'tensorwise')
+    model(x).sum().backward()
+    assert all(p.grad.any() for p in model.parameters())
+
+
 def test_a_complex_weight_stays():
     model = nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64), nn.Linear(64, 64))
     fp8.convert(model, on_a_cpu('native', 'tensorwise'))
