@@ -167,7 +167,9 @@ def call_of(call):
     if isinstance(call, dict):
         call = call if 'function' in call else {'type': 'function', 'function': call}
         if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
-            arguments = from_json(call['function'].get('arguments', {}))
+            arguments = from_json(call['function'].get('arguments'))
+            if arguments in (None, '', 'null'):     # what some write for none
+                arguments = {}
             return {**call, 'function': {**call['function'], 'arguments': arguments}}
     raise DataError(f'{call!r:.40} is no tool call')
 

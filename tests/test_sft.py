@@ -327,6 +327,7 @@ def test_the_forms_of_messages_say_the_same():
     ask, answer = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
     inner = {'name': 'f', 'arguments': {'x': 1}}
     calls = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': inner}]}
+    without = {**calls, 'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]}
     text = '{"name": "f", "arguments": {"x": 1}}'
     for entry, wanted in (
         ({'from': 'human', 'value': 'a'}, ask),
@@ -339,6 +340,8 @@ def test_the_forms_of_messages_say_the_same():
         ({'from': 'Function_Call', 'value': text}, calls),
         ({**calls, 'tool_calls': f'[{text}]'}, calls),      # as CSV has them
         ({'role': 'assistant', 'content': None, 'function_call': inner}, calls),
+        *(({**calls, 'tool_calls': [{'name': 'f', 'arguments': none}]}, without) for none in ('', 'null')),
+        ({'from': 'Function_Call', 'value': '{"name": "f", "arguments": null}'}, without),
         ({'from': 'observation', 'value': 'c'}, {'role': 'tool', 'content': 'c'}),
     ):
         assert sft.message_of(entry) == wanted
