@@ -45,6 +45,7 @@ ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_resp
           'function_call': 'assistant', 'tool_call': 'assistant'}
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
+CALL_FORMS = [*itertools.product(('', None), (False, True))]
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it beside the content
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
@@ -189,7 +190,7 @@ class Examples:
         now = datetime.datetime.fromtimestamp(began)
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
-        self.call_opening = ''
+        self.call_opening, self.call_form = '', CALL_FORMS[0]
         with contextlib.suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
@@ -198,9 +199,20 @@ class Examples:
             if prompt.endswith(question[same:]):
                 self.header = prompt[same:].removesuffix(question[same:])
             chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': {
-                'name': WORDS, 'arguments': {}}}]
-            opening = self.render(chat).removeprefix(question).partition(WORDS)[0]
+                'name': WORDS, 'arguments': {'a': 'b'}}}]
+            opening = self._call(chat).removeprefix(question).partition(WORDS)[0]
             self.call_opening = (self.special.search(opening) or [opening])[0]
+
+    def _call(self, chat):
+        """Return the text of a chat that ends with a call, and set the form of calls, see in_form, to the
+        first in which the template writes the call, and its arguments as JSON, not as Python has them."""
+        for self.call_form in CALL_FORMS:
+            with contextlib.suppress(DataError):
+                text = self.render(chat)
+                if WORDS in text and "{'a'" not in text:
+                    return text
+        self.call_form = CALL_FORMS[0]
+        return self.render(chat)
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
@@ -313,7 +325,7 @@ class Examples:
         from transformers.utils.chat_template_utils import render_jinja_template
         try:
             [text], marked = render_jinja_template(
-                [messages],
+                [[in_form(message, *self.call_form) for message in messages]],
                 tools=tools,
                 chat_template=self.template,
                 add_generation_prompt=prompt,
@@ -449,6 +461,19 @@ def marked_answer(message, begin, end):
     first, *more = message['tool_calls']
     function = {**first['function'], 'name': f'{begin}{first["function"]["name"]}{end}'}
     return {**message, 'tool_calls': [{**first, 'function': function}, *more]}
+
+
+def in_form(message, nothing, is_text):
+    """Return a message with its calls in a form, of which a template writes one or more. nothing: what stands
+    for no words beside them, '' or None. is_text: whether arguments are JSON text, not an object."""
+    calls = message.get('tool_calls')
+    if not calls:
+        return message
+    if is_text:
+        functions = [{**call['function'], 'arguments': json.dumps(
+            call['function']['arguments'], ensure_ascii=False)} for call in calls]
+        calls = [{**call, 'function': function} for call, function in zip(calls, functions)]
+    return {**message, 'content': message['content'] or nothing, 'tool_calls': calls}
 
 
 def marked_text(value, pattern):

@@ -200,6 +200,24 @@ def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
             example(tokenizer, changed.replace('| tojson', '.name'), chat)
 
 
+def test_calls_have_the_form_that_the_template_writes(chat_folder):
+    """DeepSeek's wants text and no content, others print an object as Python does."""
+    tokenizer = get_tokenizer(chat_folder)
+    calls = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ARGUMENTS }}{% endfor %}"
+    chat = [CHAT[1], {**CHATS['calls'][1], 'content': ''}]
+    chat[1] = {**chat[1], 'tool_calls': [{**CALL, 'function': {
+        'name': 'weather', 'arguments': {'city': 'Köln <|end|>', 'days': None}}}]}
+    arguments = '{"city": "Köln <|end|>", "days": null}'
+    wanted = f'<call>weather{arguments}<|end_of_turn|>'
+    for said in (turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments')),
+                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | string')),
+                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | tojson')),
+                 turns("{% if m.content is none %}" + calls.replace('ARGUMENTS', 'c.function.arguments')
+                       + "{% else %}{{ m.content }}{% endif %}")):
+        ids, mask = example(tokenizer, said, chat)
+        assert targets(tokenizer, ids, mask) == [wanted]
+
+
 def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
     mark = '{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}'.format
     template = turns(
