@@ -156,9 +156,10 @@ def message_of(entry):
 
 def text_of_part(part):
     """Return the text of a part of a content: a text, OpenAI's {'type': 'text', 'text': text} or
-    LLaMA-Factory's {'type': 'text', 'value': text}; of another part what is no text."""
+    LLaMA-Factory's {'type': 'text', 'value': text}; of another part, as a thought, what is no text."""
     if isinstance(part, dict):
-        return part.get('text', part.get('value') if part.get('type') == 'text' else None)
+        is_text = part.get('type', 'text') in ('text', 'input_text', 'output_text')
+        return part.get('text', part.get('value')) if is_text else None
     return part
 
 

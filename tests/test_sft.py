@@ -399,6 +399,9 @@ def test_the_forms_of_messages_say_the_same():
                          ({'roel': 'user'}, 'has no role, but roel, content')):
         with pytest.raises(DataError, match=why):
             sft.message_of({**message, 'content': 'a'})
+    for kind in 'reasoning', 'thinking', 'image':
+        with pytest.raises(DataError, match='parts that are no text'):
+            sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
