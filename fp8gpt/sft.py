@@ -48,6 +48,10 @@ NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 CALL_FORMS = [*itertools.product(('', None), (False, True))]
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it beside the content
+# flags of an answer: OpenAI's, LLaMA-Factory's, axolotl's, ms-swift's
+FLAGS = 'weight', 'loss_weight', 'train', 'training', 'loss'
+OTHER_FLAG = f'have a flag ({", ".join(FLAGS)}) that is neither 0 nor 1, which is taken for 1'
+READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *THOUGHTS}
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
@@ -282,7 +286,14 @@ class Examples:
             'have answers that the template does not mark, which are no targets': not all(targets),
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
         notes = [note for note, is_so in notes.items() if is_so]
-        return ids, mask, n_bytes, notes or self._left_out(messages, tools, whole)
+        return ids, mask, n_bytes, self._unread(messages) + (notes or self._left_out(messages, tools, whole))
+
+    def _unread(self, messages):
+        """Return what is to be said of keys of messages that neither this nor the template reads."""
+        keys = sorted({*itertools.chain(*messages)} - READ)
+        said = [f'have messages with {key:.40}, which is not read' for key in keys
+                if not re.search(rf'\b{re.escape(key)}\b', self.template)]
+        return said + [OTHER_FLAG] * any(flag not in (0, 1) for each in messages for flag in flags_of(each))
 
     def _left_out(self, messages, tools, whole):
         """Return what is to be said of messages and tools that their text `whole` lacks."""
@@ -431,11 +442,14 @@ def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
     has it, no loss_weight of 0, as LLaMA-Factory has it, or `train`, `training` or `loss` false, as axolotl
     and ms-swift have it."""
-    names = 'weight', 'loss_weight', 'train', 'training', 'loss'
-    flags = [str(message.get(name, 1)).lower() for name in names]
-    is_off = not {'0', '0.0', 'false'}.isdisjoint(flags)      # as texts, too: CSV has no others
-    return message['role'] == 'assistant' and not is_off and bool(
+    return message['role'] == 'assistant' and 0 not in flags_of(message) and bool(
         words_of(message) or message.get('tool_calls'))
+
+
+def flags_of(message):
+    """Return what a message has of FLAGS: 0, 1, or another value. They may be texts: CSV has no others."""
+    values = {'0': 0, '0.0': 0, 'false': 0, '1': 1, '1.0': 1, 'true': 1}
+    return [values.get(str(message[name]).lower(), message[name]) for name in FLAGS if name in message]
 
 
 def words_of(message):

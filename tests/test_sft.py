@@ -320,6 +320,14 @@ def test_answers_that_a_row_marks_are_no_targets(chat_folder):
            {'weight': '0'}, {'loss': 'False'}, {'loss_weight': 0.0}]
     made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
     assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
+    for flag, notes in (
+            ({'weight': 1, 'train': 'true', 'loss': 1.0}, []),
+            ({'weight': 0.5}, [sft.OTHER_FLAG]), ({'loss_weight': '2'}, [sft.OTHER_FLAG]),
+            ({'train': 'no'}, [sft.OTHER_FLAG]),
+            ({'mask': 1, 'train_detail': [{'end_offset': 4, 'train': False}]}, [
+                'have messages with mask, which is not read',
+                'have messages with train_detail, which is not read'])):
+        assert made.document([CHAT[1], CHAT[2] | flag])[2]['notes'] == notes
     row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
     assert not len(made.of_row(row)[0])
     assert made.of_row(row | {'label': 'True'})[2]['notes'] == []
