@@ -52,6 +52,8 @@ THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it 
 FLAGS = 'weight', 'loss_weight', 'train', 'training', 'loss'
 OTHER_FLAG = f'have a flag ({", ".join(FLAGS)}) that is neither 0 nor 1, which is taken for 1'
 READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *THOUGHTS}
+ENDLESS = ('have answers that the template ends by no token, so a model does not learn to stop: name a '
+           '--tokenizer whose tokens the template writes')
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
@@ -284,6 +286,7 @@ class Examples:
             'have answers whose thoughts the template removes, which are no targets':
                 len(learned) < len(answers),
             'have answers that the template does not mark, which are no targets': not all(targets),
+            ENDLESS: not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
         notes = [note for note, is_so in notes.items() if is_so]
         return ids, mask, n_bytes, self._unread(messages) + (notes or self._left_out(messages, tools, whole))

@@ -155,14 +155,15 @@ class PretrainedTokenizer:
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
         self.chat_template = one_template(self.hf.chat_template)
-        self.special = _any_of(each.content for each in self.hf.added_tokens_decoder.values() if each.special)
+        special = [each.content for each in self.hf.added_tokens_decoder.values() if each.special]
+        self.special = _any_of(special)
         bos, ends = self._read_ends(known)
         self.eot = ends[0]
         self.start = (bos or ends)[0]
         text = self.library.encode(self.library.id_to_token(self.eot))      # a text that any vocabulary has
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
-        self._read_turns(ends)
+        self._read_turns(ends, special)
 
     def _read_ends(self, known):
         """Return the ids of BOS, one or none, and of EOS, those in `known`, and set `pad`. Raises DataError
@@ -180,14 +181,19 @@ class PretrainedTokenizer:
                             'generation_config.json must name one that tokenizer.json has')
         return _ids(known, bos), ends
 
-    def _read_turns(self, ends):
-        """Set `stops`: EOS and the special token that the chat template writes after an answer, which may be
-        another; and `marks`, a pattern of these and of all that it writes around turns."""
+    def _read_turns(self, ends, special):
+        """Set `stops`: EOS and the token that the chat template writes after an answer, which may be another;
+        and `marks`, a pattern of these and of all that it writes around turns. That token becomes special,
+        as the fine-tuner of a base model who added it may have forgotten."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
-        end = self.special.search(text.rpartition('Here.')[2])
-        ends = [*ends, self.library.token_to_id(end[0])] if end else ends
+        added = {token.content: (i, token) for i, token in self.hf.added_tokens_decoder.items()}
+        if end := _any_of(added).search(text.rpartition('Here.')[2]):
+            i, token = added[end[0]]
+            ends, token.special = [*ends, i], True
+            self.library.add_special_tokens([token])
+            self.special = _any_of([*special, token.content])
         self.stops = tuple(dict.fromkeys(ends))
         around = {*self.special.findall(text), *map(self.library.id_to_token, ends)}
         self.marks = _any_of(around - {'<think>', '</think>'})
