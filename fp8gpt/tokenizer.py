@@ -27,7 +27,7 @@ from configurator import (
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
-FILES = ['tokenizer.json', *NAMING, GENERATION, 'chat_template.jinja']
+FILES = ['tokenizer.json', 'added_tokens.json', *NAMING, GENERATION, 'chat_template.jinja']
 TEMPLATES = 'additional_chat_templates/*.jinja'      # where transformers saves those that have other names
 # what pre-tokenizers split differently: digits, blanks, punctuation, contractions, scripts
 SAMPLE = ("It's 12,345.67 (8%),  two\tblanks\n\n  x_y=='naïve' 日本語 Привет العربية 🙂!!\r\nWE'LL end \n"
