@@ -90,7 +90,8 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system, tools = as_text(row.get('system')), without_nulls(from_json(row.get('tools'))) or []
+    # nulls are parquet's in objects, and the user's in JSON text
+    system, tools = as_text(row.get('system')), from_json(without_nulls(row.get('tools'))) or []
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:

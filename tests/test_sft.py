@@ -403,8 +403,6 @@ def test_the_forms_of_messages_say_the_same():
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
     ):
         assert sft.conversation(row, columns) == (wanted, None)
-    row = {'messages': [ask], 'tools': '[{"name": "f", "x": null}]'}
-    assert sft.conversation(row, ['messages']) == ([ask], [{'name': 'f'}])
     for history in 7, [['q']], [{'role': 'user', 'content': 'q'}]:
         with pytest.raises(DataError, match='its history is no list'):
             sft.conversation(full | {'history': history}, alpaca)
@@ -418,6 +416,9 @@ def test_the_forms_of_messages_say_the_same():
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
         with pytest.raises(DataError, match='1 is no text|system message differ'):
             sft.conversation(row, columns)
+    nullable = {**TOOL, 'function': {'name': 'f', 'parameters': {'properties': {'x': {'default': None}}}}}
+    for tools, wanted in (json.dumps([nullable]), nullable), ([{**TOOL, 'x': None}], TOOL):
+        assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [wanted]
     for tools in 7, 'a text', {'name': 'f'}, ['f']:
         with pytest.raises(DataError, match='its tools are no list of objects'):
             sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
