@@ -98,7 +98,9 @@ def conversation(row, columns):
         raise DataError('its column system and its system message differ')
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError('its tools are no list of objects')
-    return messages, tools or None
+    # LLaMA-Factory's are functions, and those of OpenAI's Responses have their type beside their name
+    return messages, [{'type': 'function', 'function': {key: tool[key] for key in tool if key != 'type'}}
+                      if 'name' in tool and 'function' not in tool else tool for tool in tools] or None
 
 
 def pair(prompt, completion):

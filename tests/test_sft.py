@@ -419,6 +419,9 @@ def test_the_forms_of_messages_say_the_same():
     nullable = {**TOOL, 'function': {'name': 'f', 'parameters': {'properties': {'x': {'default': None}}}}}
     for tools, wanted in (json.dumps([nullable]), nullable), ([{**TOOL, 'x': None}], TOOL):
         assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [wanted]
+    for bare in TOOL['function'], {'type': 'function', **TOOL['function']}:
+        for tools in [bare], json.dumps([bare]):
+            assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [TOOL]
     for tools in 7, 'a text', {'name': 'f'}, ['f']:
         with pytest.raises(DataError, match='its tools are no list of objects'):
             sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
