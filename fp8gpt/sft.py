@@ -75,7 +75,7 @@ def choose_template(asked, columns, tokenizer):
 def conversation(row, columns):
     """Return (messages, tools or None) of a row, a dict with `columns`, one of COLUMNS, and any of MORE.
     Raises DataError where it is no conversation."""
-    first, *answer = (row.get(column) for column in columns)
+    first, *answer = (messages_in(row.get(column)) for column in columns)
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
         first, answer = [*first, *answer[0]], ()
     if answer:
@@ -124,6 +124,14 @@ def from_json(value):
             return value
         return found if isinstance(found, (dict, list)) else value
     return value
+
+
+def messages_in(value):
+    """Return the messages that a text holds as JSON, as a text of CSV does; anything else as it is."""
+    found = from_json(value)
+    entries = found if isinstance(found, list) and found else [None]
+    are_messages = all(isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in entries)
+    return found if are_messages else value
 
 
 def without_nulls(value):
@@ -229,7 +237,7 @@ class Examples:
         label = str(row.get('label')).lower()
         if label == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
-        if not self.template and isinstance(row.get(self.columns[0]), list):
+        if not self.template and isinstance(messages_in(row.get(self.columns[0])), list):
             raise DataError('its prompt is a list of messages, which --template=chat takes')
         document = self.document(*conversation(row, self.columns))
         if document and label not in ('true', 'none'):

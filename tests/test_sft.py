@@ -410,8 +410,13 @@ def test_the_forms_of_messages_say_the_same():
     halves = {'prompt': turns[:1], 'completion': turns[1:]}
     columns = 'prompt', 'completion'
     assert sft.conversation(halves, columns)[0] == turns
-    with pytest.raises(DataError, match='--template=chat'):
-        sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(halves)
+    in_csv = {name: json.dumps(half) for name, half in halves.items()}
+    assert sft.conversation(in_csv, columns)[0] == turns
+    for row in halves, in_csv:
+        with pytest.raises(DataError, match='--template=chat'):
+            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(row)
+    for text in '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}':    # of an answer
+        assert sft.conversation({'prompt': 'a', 'completion': text}, columns)[0] == sft.pair('a', text)
     for row, columns in ((full | {'system': 1}, alpaca), (
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
         with pytest.raises(DataError, match='1 is no text|system message differ'):
