@@ -116,13 +116,13 @@ def as_text(value):
 
 
 def from_json(value):
-    """Return the object or list that a text holds as JSON; anything else as it is."""
+    """Return the object, list or null that a text holds as JSON; anything else as it is."""
     if isinstance(value, str):
         try:
             found = json.loads(value)
         except ValueError:
             return value
-        return found if isinstance(found, (dict, list)) else value
+        return found if found is None or isinstance(found, (dict, list)) else value
     return value
 
 
@@ -187,7 +187,7 @@ def call_of(call):
         call = call if 'function' in call else {'type': 'function', 'function': call}
         if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
             arguments = from_json(call['function'].get('arguments'))
-            if arguments in (None, '', 'null'):     # what some write for none
+            if arguments in (None, ''):     # what some write for none
                 arguments = {}
             return {**call, 'function': {**call['function'], 'arguments': arguments}}
     raise DataError(f'{call!r:.40} is no tool call')

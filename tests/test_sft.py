@@ -401,6 +401,10 @@ def test_the_forms_of_messages_say_the_same():
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
+        ({'messages': share, 'tools': 'null'}, ['messages'], [ask, answer]),    # json.dumps of no tools
+        ({'messages': [ask, answer | {'tool_calls': 'null'}]}, ['messages'], [ask, answer]),
+        ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
+        ({'instruction': 'a', 'output': 'b', 'history': 'null'}, alpaca, [ask, answer]),
     ):
         assert sft.conversation(row, columns) == (wanted, None)
     for history in 7, [['q']], [{'role': 'user', 'content': 'q'}]:
