@@ -183,20 +183,21 @@ class PretrainedTokenizer:
 
     def _read_turns(self, ends, special):
         """Set `stops`: EOS and the token that the chat template writes after an answer, which may be another;
-        and `marks`, a pattern of these and of all that it writes around turns. That token becomes special,
-        as the fine-tuner of a base model who added it may have forgotten."""
+        and `marks`, a pattern of these and of all tokens that it writes around turns. These become special:
+        DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
-        added = {token.content: (i, token) for i, token in self.hf.added_tokens_decoder.items()}
+        added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
         if end := _any_of(added).search(text.rpartition('Here.')[2]):
-            i, token = added[end[0]]
-            ends, token.special = [*ends, i], True
-            self.library.add_special_tokens([token])
-            self.special = _any_of([*special, token.content])
+            ends = [*ends, self.library.token_to_id(end[0])]
         self.stops = tuple(dict.fromkeys(ends))
-        around = {*self.special.findall(text), *map(self.library.id_to_token, ends)}
-        self.marks = _any_of(around - {'<think>', '</think>'})
+        around = {*_any_of(added).findall(text), *map(self.library.id_to_token, ends)}
+        around -= {'<think>', '</think>'}
+        for token in map(added.get, (around & added.keys()) - {*special}):
+            token.special = True
+            self.library.add_special_tokens([token])
+        self.special, self.marks = _any_of([*special, *around]), _any_of(around)
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat

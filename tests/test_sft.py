@@ -316,22 +316,24 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
 
 
 def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
-    """<|im_end|> is an ordinary added token, as of add_tokens, or in no vocabulary."""
-    template = CHATML.replace('<|end_of_turn|>', '<|im_end|>')
-    folder = make_tokenizer(tmp_path, chat_template=template, words=['<|im_end|>'])
+    """<|im_end|> is an ordinary added token, as of add_tokens, or in no vocabulary. So is what begins a turn,
+    and in a message both are text."""
+    template = CHATML.replace('<|end_of_turn|>', '<|im_end|>').replace('<|turn|>', '<|im_start|>')
+    folder = make_tokenizer(tmp_path, chat_template=template, words=['<|im_start|>', '<|im_end|>'])
     path = tmp_path / 'tokenizer.json'
     known = path.read_text()
     assert json.loads(known)['added_tokens'][-1]['special'] is False
-    chat, tokenizer = [*sft.pair('a <|im_end|> b', 'c'), *sft.pair('d', 'e')], get_tokenizer(folder)
+    chat = [*sft.pair('a <|im_end|> <|im_start|>b', 'c'), *sft.pair('d', 'e')]
+    tokenizer = get_tokenizer(folder)
     made = sft.Examples(tokenizer, template, BEGAN)
     rows, _, counts, _ = made.document(chat)
     assert targets(tokenizer, *rows.T.tolist()) == ['c<|im_end|>', 'e<|im_end|>']
-    end = tokenizer.library.token_to_id('<|im_end|>')
-    assert rows[:, 0].tolist().count(end) == 4 and end in tokenizer.stops
+    begin, end = map(tokenizer.library.token_to_id, ('<|im_start|>', '<|im_end|>'))
+    assert [rows[:, 0].tolist().count(i) for i in (begin, end)] == [4, 4] and end in tokenizer.stops
     assert counts['notes'] == ['hold the text of a special token, which is taken as text']
     path.write_text(known.replace('"<|im_end|>"', '"<|other|>"'))
     made = sft.Examples(get_tokenizer(folder), template, BEGAN)
-    assert made.document(chat)[2]['notes'] == [sft.ENDLESS]
+    assert made.document(chat[2:])[2]['notes'] == [sft.ENDLESS]
 
 
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
