@@ -54,6 +54,7 @@ OTHER_FLAG = f'have a flag ({", ".join(FLAGS)}) that is neither 0 nor 1, which i
 READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *THOUGHTS}
 ENDLESS = ('have answers that the template ends by no token, so a model does not learn to stop: name a '
            '--tokenizer whose tokens the template writes')
+NO_JSON = 'have calls whose arguments are no JSON, as they may be cut off, and are learned as they are'
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
@@ -303,11 +304,14 @@ class Examples:
         return ids, mask, n_bytes, self._unread(messages) + (notes or self._left_out(messages, tools, whole))
 
     def _unread(self, messages):
-        """Return what is to be said of keys of messages that neither this nor the template reads."""
+        """Return what is to be said of keys of messages that neither this nor the template reads, and of
+        flags and calls that are not as they should be."""
         keys = sorted({*itertools.chain(*messages)} - READ)
         said = [f'have messages with {key:.40}, which is not read' for key in keys
                 if not re.search(rf'\b{re.escape(key)}\b', self.template)]
-        return said + [OTHER_FLAG] * any(flag not in (0, 1) for each in messages for flag in flags_of(each))
+        said += [OTHER_FLAG] * any(flag not in (0, 1) for each in messages for flag in flags_of(each))
+        calls = itertools.chain(*(each.get('tool_calls', ()) for each in messages))
+        return said + [NO_JSON] * any(isinstance(call['function']['arguments'], str) for call in calls)
 
     def _left_out(self, messages, tools, whole):
         """Return what is to be said of messages and tools that their text `whole` lacks."""

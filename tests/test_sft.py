@@ -301,6 +301,10 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
     notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
     assert notes == ['have tools that the chat template does not write']
+    function = {**CALL['function'], 'arguments': '{"city": "Ro'}
+    cut = [CHAT[1], {**CHATS['calls'][1], 'tool_calls': [{**CALL, 'function': function}]}]
+    made = sft.Examples(get_tokenizer(chat_folder), LAYOUTS['tools'], BEGAN)
+    assert [made.document(chat)[2]['notes'] for chat in (CHATS['calls'], cut)] == [[], [sft.NO_JSON]]
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
