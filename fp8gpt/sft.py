@@ -293,6 +293,8 @@ class Examples:
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
         _, end, last = learned[-1]
         if not self._stop(clean, end) and not whole[last:].strip():
+            mask[offsets[:, 1] > last] = TARGET     # blanks that stand before it
+            n_bytes += len(whole) - last
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
         notes = {
             'have answers whose thoughts the template removes, which are no targets':

@@ -311,6 +311,7 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
     assert (ids[-1], mask[-1]) == (END, TARGET)
+    assert targets(get_tokenizer(chat_folder), ids, mask) == ['It is 4.\n<|end|>']
     words = '{% for m in messages %}{{ m.content }}{% endfor %}'
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
