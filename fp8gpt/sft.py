@@ -303,7 +303,11 @@ class Examples:
             ENDLESS: not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
             'hold the text of a special token, which is taken as text': len(pieces) > 1}
         notes = [note for note, is_so in notes.items() if is_so]
-        return ids, mask, n_bytes, self._unread(messages) + (notes or self._left_out(messages, tools, whole))
+        notes = notes or self._left_out(messages, tools, whole)
+        if not all(clean[:start].endswith(self.header) for start, *_ in learned):
+            notes.append(f'have answers that do not begin by {self.header!r}, which the template writes '
+                         'before each answer of a chat')
+        return ids, mask, n_bytes, [*notes, *self._unread(messages)]
 
     def _unread(self, messages):
         """Return what is to be said of keys of messages that neither this nor the template reads, and of

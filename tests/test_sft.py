@@ -284,12 +284,15 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     thought = [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}]
     last = LAYOUTS['generation'].replace("'assistant' %}", "'assistant' and loop.last %}")
     left_out = 'have thoughts or other messages that the chat template does not write as they are'
+    other = ("have answers that do not begin by '<|turn|>assistant\\n<think>\\n', which the template writes "
+             'before each answer of a chat')
     for template, messages, notes in (
         (CHATML, CHAT, []),
         (CHATML, CHATS['thoughts'], []),
         (CHATML, thought, [left_out]),
         (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, []),
-        (LAYOUTS['r1'], CHATS['thoughts'], [left_out]),
+        (LAYOUTS['r1'], CHATS['thoughts'], [left_out, other]),
+        (LAYOUTS['r1'], CHAT, [other]),
         (CHATML.replace('in messages', "in messages if message.role != 'system'"), CHAT, [left_out]),
         (LAYOUTS['qwen3'], CHATS['thoughts'], ['have answers whose thoughts the template removes, which '
                                                'are no targets']),
