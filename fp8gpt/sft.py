@@ -55,6 +55,8 @@ READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *
 ENDLESS = ('have answers that the template ends by no token, so a model does not learn to stop: name a '
            '--tokenizer whose tokens the template writes')
 NO_JSON = 'have calls whose arguments are no JSON, as they may be cut off, and are learned as they are'
+OTHER_BEGINNING = ('have answers that do not begin by {!r}, which the template writes before each answer of '
+                   'a chat')
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
@@ -91,17 +93,28 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    # nulls are parquet's in objects, and the user's in JSON text
-    system, tools = as_text(row.get('system')), from_json(without_nulls(row.get('tools'))) or []
+    system = as_text(row.get('system'))
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
+    return messages, tools_of(row)
+
+
+def tools_of(row):
+    """Return the tools of a row in OpenAI's form, or None. LLaMA-Factory's are functions without a wrapper;
+    those of OpenAI's Responses have the type beside the name. Raises DataError where they are none."""
+    # nulls are parquet's in objects, and the user's in JSON text
+    tools = from_json(without_nulls(row.get('tools'))) or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError('its tools are no list of objects')
-    # LLaMA-Factory's are functions, and those of OpenAI's Responses have their type beside their name
-    return messages, [{'type': 'function', 'function': {key: tool[key] for key in tool if key != 'type'}}
-                      if 'name' in tool and 'function' not in tool else tool for tool in tools] or None
+    wrapped = []
+    for tool in tools:
+        if 'name' in tool and 'function' not in tool:
+            function = {key: value for key, value in tool.items() if key != 'type'}
+            tool = {'type': 'function', 'function': function}
+        wrapped.append(tool)
+    return wrapped or None
 
 
 def pair(prompt, completion):
@@ -217,8 +230,8 @@ class Examples:
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
                 self.header = prompt[same:].removesuffix(question[same:])
-            chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': {
-                'name': WORDS, 'arguments': {'a': 'b'}}}]
+            function = {'name': WORDS, 'arguments': {'a': 'b'}}
+            chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': function}]
             opening = self._call(chat).removeprefix(question).partition(WORDS)[0]
             self.call_opening = (self.special.search(opening) or [opening])[0]
 
@@ -280,34 +293,45 @@ class Examples:
         answers = [i for i, message in enumerate(messages) if is_target(message)]
         whole, generated = self._rendered(messages, tools)
         pieces, written = self._pieces(messages, tools, whole, answers)
-        ids, offsets = self._tokenized(pieces)
-        # in which the text of a special token is none
-        clean = ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+        clean = without_special(pieces)
         learned = self._answers(messages, (whole, clean, generated), written)
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
+        _, end, last = learned[-1]
+        is_endless = not self._stop(clean, end) and not whole[last:].strip()
+        if is_endless:      # EOT follows the blanks that may stand behind the answer
+            targets.append([(last, len(whole))])
+        ids, mask, n_bytes = self._masked(self._tokenized(pieces), targets, clean, is_endless)
+        begun = all(clean[:start].endswith(self.header) for start, *_ in learned)
+        notes = {
+            'have answers whose thoughts the template removes, which are no targets':
+                len(learned) < len(answers),
+            'have answers that the template does not mark, which are no targets':
+                not all(targets),
+            ENDLESS:
+                not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
+            'hold the text of a special token, which is taken as text':
+                len(pieces) > 1,
+        }
+        notes = [note for note, is_so in notes.items() if is_so]
+        notes = notes or self._left_out(messages, tools, whole)
+        if not begun:
+            notes.append(OTHER_BEGINNING.format(self.header))
+        return ids, mask, n_bytes, [*notes, *self._unread(messages)]
+
+    def _masked(self, tokens, targets, clean, is_endless):
+        """Return (ids, mask, bytes of the targets). tokens: as from _tokenized. targets: [[(start, end)]] in
+        the text `clean` of what is learned. is_endless: whether EOT is to follow, and to be learned."""
+        ids, offsets = tokens
         mask, n_bytes = np.zeros(len(ids), int), 0
         for start, end in itertools.chain(*targets):
             mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
-        _, end, last = learned[-1]
-        if not self._stop(clean, end) and not whole[last:].strip():
-            mask[offsets[:, 1] > last] = TARGET     # blanks that stand before it
-            n_bytes += len(whole) - last
-            ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
-        notes = {
-            'have answers whose thoughts the template removes, which are no targets':
-                len(learned) < len(answers),
-            'have answers that the template does not mark, which are no targets': not all(targets),
-            ENDLESS: not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
-            'hold the text of a special token, which is taken as text': len(pieces) > 1}
-        notes = [note for note, is_so in notes.items() if is_so]
-        notes = notes or self._left_out(messages, tools, whole)
-        if not all(clean[:start].endswith(self.header) for start, *_ in learned):
-            notes.append(f'have answers that do not begin by {self.header!r}, which the template writes '
-                         'before each answer of a chat')
-        return ids, mask, n_bytes, [*notes, *self._unread(messages)]
+        if is_endless:
+            ids = np.append(ids, self.tokenizer.eot)
+            mask = np.append(mask, TARGET)
+        return ids, mask, n_bytes
 
     def _unread(self, messages):
         """Return what is to be said of keys of messages that neither this nor the template reads, and of
@@ -315,9 +339,13 @@ class Examples:
         keys = sorted({*itertools.chain(*messages)} - READ)
         said = [f'have messages with {key:.40}, which is not read' for key in keys
                 if not re.search(rf'\b{re.escape(key)}\b', self.template)]
-        said += [OTHER_FLAG] * any(flag not in (0, 1) for each in messages for flag in flags_of(each))
-        calls = itertools.chain(*(each.get('tool_calls', ()) for each in messages))
-        return said + [NO_JSON] * any(isinstance(call['function']['arguments'], str) for call in calls)
+        for message in messages:
+            if any(flag not in (0, 1) for flag in flags_of(message)):
+                said.append(OTHER_FLAG)
+            calls = message.get('tool_calls', ())
+            if any(isinstance(call['function']['arguments'], str) for call in calls):
+                said.append(NO_JSON)
+        return [*dict.fromkeys(said)]
 
     def _left_out(self, messages, tools, whole):
         """Return what is to be said of messages and tools that their text `whole` lacks."""
@@ -452,6 +480,11 @@ class Examples:
         return begin
 
 
+def without_special(pieces):
+    """Return the text of pieces, as from _pieces, with dots for the text of each special token."""
+    return ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+
+
 def check_calls(message, text, has_end):
     """Raise DataError unless the text of an answer holds all of its calls and, if there are any, has an end.
     """
@@ -508,11 +541,14 @@ def in_form(message, nothing, is_text):
     calls = message.get('tool_calls')
     if not calls:
         return message
-    if is_text:
-        functions = [{**call['function'], 'arguments': json.dumps(
-            call['function']['arguments'], ensure_ascii=False)} for call in calls]
-        calls = [{**call, 'function': function} for call, function in zip(calls, functions)]
-    return {**message, 'content': message['content'] or nothing, 'tool_calls': calls}
+    written = []
+    for call in calls:
+        function = dict(call['function'])
+        if is_text and not isinstance(function['arguments'], str):
+            function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
+        written.append({**call, 'function': function})
+    content = message['content'] or nothing
+    return {**message, 'content': content, 'tool_calls': written}
 
 
 def marked_text(value, pattern):

@@ -216,6 +216,9 @@ def test_calls_have_the_form_that_the_template_writes(chat_folder):
                        + "{% else %}{{ m.content }}{% endif %}")):
         ids, mask = example(tokenizer, said, chat)
         assert targets(tokenizer, ids, mask) == [wanted]
+    cut = {**CALL, 'function': {'name': 'weather', 'arguments': '{"city": "Ro'}}     # once
+    chat = [CHAT[1], {**chat[1], 'tool_calls': [cut]}]
+    assert targets(tokenizer, *example(tokenizer, said, chat)) == ['<call>weather{"city": "Ro<|end_of_turn|>']
 
 
 def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
