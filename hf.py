@@ -190,9 +190,14 @@ def write_tokenizer(tokenizer, folder):
         settings = {'bos_token': EOT, 'eos_token': EOT, 'clean_up_tokenization_spaces': False}
     else:
         tokenizer.save(folder)
-        if not auto_differs(folder, tokenizer):
-            return True
         settings = files.read_json(path)
+        # transformers 4, which many a server has, reads neither this list nor this class of transformers 5
+        if isinstance(settings.get('extra_special_tokens'), list):
+            settings['additional_special_tokens'] = settings.pop('extra_special_tokens')
+            files.write_json(path, settings)
+        is_known = settings.get('tokenizer_class') != 'TokenizersBackend'
+        if is_known and not auto_differs(folder, tokenizer):
+            return True
     files.write_json(path, {**settings, 'tokenizer_class': 'PreTrainedTokenizerFast'})
     return not auto_differs(folder, tokenizer)
 

@@ -45,8 +45,18 @@ ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_resp
           'function_call': 'assistant', 'tool_call': 'assistant'}
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
+CALL_FORMS = [*itertools.product(('', None), (False, True))]
 THOUGHT = '</think>'    # ends what many templates remove from answers that are not the last
 THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'     # keys that have it beside the content
+# flags of an answer: OpenAI's, LLaMA-Factory's, axolotl's, ms-swift's
+FLAGS = 'weight', 'loss_weight', 'train', 'training', 'loss'
+OTHER_FLAG = f'have a flag ({", ".join(FLAGS)}) that is neither 0 nor 1, which is taken for 1'
+READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *THOUGHTS}
+ENDLESS = ('have answers that the template ends by no token, so a model does not learn to stop: name a '
+           '--tokenizer whose tokens the template writes')
+NO_JSON = 'have calls whose arguments are no JSON, as they may be cut off, and are learned as they are'
+OTHER_BEGINNING = ('have answers that do not begin by {!r}, which the template writes before each answer of '
+                   'a chat')
 NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
@@ -68,7 +78,7 @@ def choose_template(asked, columns, tokenizer):
 def conversation(row, columns):
     """Return (messages, tools or None) of a row, a dict with `columns`, one of COLUMNS, and any of MORE.
     Raises DataError where it is no conversation."""
-    first, *answer = (row.get(column) for column in columns)
+    first, *answer = (messages_in(row.get(column)) for column in columns)
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
         first, answer = [*first, *answer[0]], ()
     if answer:
@@ -83,14 +93,28 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system, tools = as_text(row.get('system')), without_nulls(from_json(row.get('tools'))) or []
+    system = as_text(row.get('system'))
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
+    return messages, tools_of(row)
+
+
+def tools_of(row):
+    """Return the tools of a row in OpenAI's form, or None. LLaMA-Factory's are functions without a wrapper;
+    those of OpenAI's Responses have the type beside the name. Raises DataError where they are none."""
+    # nulls are parquet's in objects, and the user's in JSON text
+    tools = from_json(without_nulls(row.get('tools'))) or []
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError('its tools are no list of objects')
-    return messages, tools or None
+    wrapped = []
+    for tool in tools:
+        if 'name' in tool and 'function' not in tool:
+            function = {key: value for key, value in tool.items() if key != 'type'}
+            tool = {'type': 'function', 'function': function}
+        wrapped.append(tool)
+    return wrapped or None
 
 
 def pair(prompt, completion):
@@ -106,14 +130,22 @@ def as_text(value):
 
 
 def from_json(value):
-    """Return the object or list that a text holds as JSON; anything else as it is."""
+    """Return the object, list or null that a text holds as JSON; anything else as it is."""
     if isinstance(value, str):
         try:
             found = json.loads(value)
         except ValueError:
             return value
-        return found if isinstance(found, (dict, list)) else value
+        return found if found is None or isinstance(found, (dict, list)) else value
     return value
+
+
+def messages_in(value):
+    """Return the messages that a text holds as JSON, as a text of CSV does; anything else as it is."""
+    found = from_json(value)
+    entries = found if isinstance(found, list) and found else [None]
+    are_messages = all(isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in entries)
+    return found if are_messages else value
 
 
 def without_nulls(value):
@@ -155,9 +187,10 @@ def message_of(entry):
 
 def text_of_part(part):
     """Return the text of a part of a content: a text, OpenAI's {'type': 'text', 'text': text} or
-    LLaMA-Factory's {'type': 'text', 'value': text}; of another part what is no text."""
+    LLaMA-Factory's {'type': 'text', 'value': text}; of another part, as a thought, what is no text."""
     if isinstance(part, dict):
-        return part.get('text', part.get('value') if part.get('type') == 'text' else None)
+        is_text = part.get('type', 'text') in ('text', 'input_text', 'output_text')
+        return part.get('text', part.get('value')) if is_text else None
     return part
 
 
@@ -167,7 +200,9 @@ def call_of(call):
     if isinstance(call, dict):
         call = call if 'function' in call else {'type': 'function', 'function': call}
         if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
-            arguments = from_json(call['function'].get('arguments', {}))
+            arguments = from_json(call['function'].get('arguments'))
+            if arguments in (None, ''):     # what some write for none
+                arguments = {}
             return {**call, 'function': {**call['function'], 'arguments': arguments}}
     raise DataError(f'{call!r:.40} is no tool call')
 
@@ -187,7 +222,7 @@ class Examples:
         now = datetime.datetime.fromtimestamp(began)
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
-        self.call_opening = ''
+        self.call_opening, self.call_form = '', CALL_FORMS[0]
         with contextlib.suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
@@ -195,17 +230,28 @@ class Examples:
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
                 self.header = prompt[same:].removesuffix(question[same:])
-            chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': {
-                'name': WORDS, 'arguments': {}}}]
-            opening = self.render(chat).removeprefix(question).partition(WORDS)[0]
+            function = {'name': WORDS, 'arguments': {'a': 'b'}}
+            chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': function}]
+            opening = self._call(chat).removeprefix(question).partition(WORDS)[0]
             self.call_opening = (self.special.search(opening) or [opening])[0]
+
+    def _call(self, chat):
+        """Return the text of a chat that ends with a call, and set the form of calls, see in_form, to the
+        first in which the template writes the call, and its arguments as JSON, not as Python has them."""
+        for self.call_form in CALL_FORMS:
+            with contextlib.suppress(DataError):
+                text = self.render(chat)
+                if WORDS in text and "{'a'" not in text:
+                    return text
+        self.call_form = CALL_FORMS[0]
+        return self.render(chat)
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
         label = str(row.get('label')).lower()
         if label == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
-        if not self.template and isinstance(row.get(self.columns[0]), list):
+        if not self.template and isinstance(messages_in(row.get(self.columns[0])), list):
             raise DataError('its prompt is a list of messages, which --template=chat takes')
         document = self.document(*conversation(row, self.columns))
         if document and label not in ('true', 'none'):
@@ -247,27 +293,59 @@ class Examples:
         answers = [i for i, message in enumerate(messages) if is_target(message)]
         whole, generated = self._rendered(messages, tools)
         pieces, written = self._pieces(messages, tools, whole, answers)
-        ids, offsets = self._tokenized(pieces)
-        # in which the text of a special token is none
-        clean = ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+        clean = without_special(pieces)
         learned = self._answers(messages, (whole, clean, generated), written)
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
+        _, end, last = learned[-1]
+        is_endless = not self._stop(clean, end) and not whole[last:].strip()
+        if is_endless:      # EOT follows the blanks that may stand behind the answer
+            targets.append([(last, len(whole))])
+        ids, mask, n_bytes = self._masked(self._tokenized(pieces), targets, clean, is_endless)
+        begun = all(clean[:start].endswith(self.header) for start, *_ in learned)
+        notes = {
+            'have answers whose thoughts the template removes, which are no targets':
+                len(learned) < len(answers),
+            'have answers that the template does not mark, which are no targets':
+                not all(targets),
+            ENDLESS:
+                not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
+            'hold the text of a special token, which is taken as text':
+                len(pieces) > 1,
+        }
+        notes = [note for note, is_so in notes.items() if is_so]
+        notes = notes or self._left_out(messages, tools, whole)
+        if not begun:
+            notes.append(OTHER_BEGINNING.format(self.header))
+        return ids, mask, n_bytes, [*notes, *self._unread(messages)]
+
+    def _masked(self, tokens, targets, clean, is_endless):
+        """Return (ids, mask, bytes of the targets). tokens: as from _tokenized. targets: [[(start, end)]] in
+        the text `clean` of what is learned. is_endless: whether EOT is to follow, and to be learned."""
+        ids, offsets = tokens
         mask, n_bytes = np.zeros(len(ids), int), 0
         for start, end in itertools.chain(*targets):
             mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
-        _, end, last = learned[-1]
-        if not self._stop(clean, end) and not whole[last:].strip():
-            ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
-        notes = {
-            'have answers whose thoughts the template removes, which are no targets':
-                len(learned) < len(answers),
-            'have answers that the template does not mark, which are no targets': not all(targets),
-            'hold the text of a special token, which is taken as text': len(pieces) > 1}
-        notes = [note for note, is_so in notes.items() if is_so]
-        return ids, mask, n_bytes, notes or self._left_out(messages, tools, whole)
+        if is_endless:
+            ids = np.append(ids, self.tokenizer.eot)
+            mask = np.append(mask, TARGET)
+        return ids, mask, n_bytes
+
+    def _unread(self, messages):
+        """Return what is to be said of keys of messages that neither this nor the template reads, and of
+        flags and calls that are not as they should be."""
+        keys = sorted({*itertools.chain(*messages)} - READ)
+        said = [f'have messages with {key:.40}, which is not read' for key in keys
+                if not re.search(rf'\b{re.escape(key)}\b', self.template)]
+        for message in messages:
+            if any(flag not in (0, 1) for flag in flags_of(message)):
+                said.append(OTHER_FLAG)
+            calls = message.get('tool_calls', ())
+            if any(isinstance(call['function']['arguments'], str) for call in calls):
+                said.append(NO_JSON)
+        return [*dict.fromkeys(said)]
 
     def _left_out(self, messages, tools, whole):
         """Return what is to be said of messages and tools that their text `whole` lacks."""
@@ -311,7 +389,7 @@ class Examples:
         from transformers.utils.chat_template_utils import render_jinja_template
         try:
             [text], marked = render_jinja_template(
-                [messages],
+                [[in_form(message, *self.call_form) for message in messages]],
                 tools=tools,
                 chat_template=self.template,
                 add_generation_prompt=prompt,
@@ -402,6 +480,11 @@ class Examples:
         return begin
 
 
+def without_special(pieces):
+    """Return the text of pieces, as from _pieces, with dots for the text of each special token."""
+    return ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+
+
 def check_calls(message, text, has_end):
     """Raise DataError unless the text of an answer holds all of its calls and, if there are any, has an end.
     """
@@ -416,11 +499,14 @@ def is_target(message):
     """Return whether a message is an answer to be learned: with words or calls, and no weight of 0, as OpenAI
     has it, no loss_weight of 0, as LLaMA-Factory has it, or `train`, `training` or `loss` false, as axolotl
     and ms-swift have it."""
-    names = 'weight', 'loss_weight', 'train', 'training', 'loss'
-    flags = [str(message.get(name, 1)).lower() for name in names]
-    is_off = not {'0', '0.0', 'false'}.isdisjoint(flags)      # as texts, too: CSV has no others
-    return message['role'] == 'assistant' and not is_off and bool(
+    return message['role'] == 'assistant' and 0 not in flags_of(message) and bool(
         words_of(message) or message.get('tool_calls'))
+
+
+def flags_of(message):
+    """Return what a message has of FLAGS: 0, 1, or another value. They may be texts: CSV has no others."""
+    values = {'0': 0, '0.0': 0, 'false': 0, '1': 1, '1.0': 1, 'true': 1}
+    return [values.get(str(message[name]).lower(), message[name]) for name in FLAGS if name in message]
 
 
 def words_of(message):
@@ -447,6 +533,22 @@ def marked_answer(message, begin, end):
     first, *more = message['tool_calls']
     function = {**first['function'], 'name': f'{begin}{first["function"]["name"]}{end}'}
     return {**message, 'tool_calls': [{**first, 'function': function}, *more]}
+
+
+def in_form(message, nothing, is_text):
+    """Return a message with its calls in a form, of which a template writes one or more. nothing: what stands
+    for no words beside them, '' or None. is_text: whether arguments are JSON text, not an object."""
+    calls = message.get('tool_calls')
+    if not calls:
+        return message
+    written = []
+    for call in calls:
+        function = dict(call['function'])
+        if is_text and not isinstance(function['arguments'], str):
+            function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
+        written.append({**call, 'function': function})
+    content = message['content'] or nothing
+    return {**message, 'content': content, 'tool_calls': written}
 
 
 def marked_text(value, pattern):

@@ -27,7 +27,7 @@ from configurator import (
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
-FILES = ['tokenizer.json', *NAMING, GENERATION, 'chat_template.jinja']
+FILES = ['tokenizer.json', 'added_tokens.json', *NAMING, GENERATION, 'chat_template.jinja']
 TEMPLATES = 'additional_chat_templates/*.jinja'      # where transformers saves those that have other names
 # what pre-tokenizers split differently: digits, blanks, punctuation, contractions, scripts
 SAMPLE = ("It's 12,345.67 (8%),  two\tblanks\n\n  x_y=='naïve' 日本語 Привет العربية 🙂!!\r\nWE'LL end \n"
@@ -155,14 +155,15 @@ class PretrainedTokenizer:
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
         self.chat_template = one_template(self.hf.chat_template)
-        self.special = _any_of(each.content for each in self.hf.added_tokens_decoder.values() if each.special)
+        special = [each.content for each in self.hf.added_tokens_decoder.values() if each.special]
+        self.special = _any_of(special)
         bos, ends = self._read_ends(known)
         self.eot = ends[0]
         self.start = (bos or ends)[0]
         text = self.library.encode(self.library.id_to_token(self.eot))      # a text that any vocabulary has
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
-        self._read_turns(ends)
+        self._read_turns(ends, special)
 
     def _read_ends(self, known):
         """Return the ids of BOS, one or none, and of EOS, those in `known`, and set `pad`. Raises DataError
@@ -180,17 +181,23 @@ class PretrainedTokenizer:
                             'generation_config.json must name one that tokenizer.json has')
         return _ids(known, bos), ends
 
-    def _read_turns(self, ends):
-        """Set `stops`: EOS and the special token that the chat template writes after an answer, which may be
-        another; and `marks`, a pattern of these and of all that it writes around turns."""
+    def _read_turns(self, ends, special):
+        """Set `stops`: EOS and the token that the chat template writes after an answer, which may be another;
+        and `marks`, a pattern of these and of all tokens that it writes around turns. These become special:
+        DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
-        end = self.special.search(text.rpartition('Here.')[2])
-        ends = [*ends, self.library.token_to_id(end[0])] if end else ends
+        added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
+        if end := _any_of(added).search(text.rpartition('Here.')[2]):
+            ends = [*ends, self.library.token_to_id(end[0])]
         self.stops = tuple(dict.fromkeys(ends))
-        around = {*self.special.findall(text), *map(self.library.id_to_token, ends)}
-        self.marks = _any_of(around - {'<think>', '</think>'})
+        around = {*_any_of(added).findall(text), *map(self.library.id_to_token, ends)}
+        around -= {'<think>', '</think>'}
+        for token in map(added.get, (around & added.keys()) - {*special}):
+            token.special = True
+            self.library.add_special_tokens([token])
+        self.special, self.marks = _any_of([*special, *around]), _any_of(around)
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat

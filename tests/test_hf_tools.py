@@ -287,6 +287,25 @@ def test_an_exports_tokenizer_gives_the_ids_of_the_training(tmp_path):
     assert generation['eos_token_id'] == [END, END_OF_TURN]
 
 
+def test_an_exports_tokenizer_is_read_by_transformers_4(tmp_path):
+    """That has no class TokenizersBackend, and no list of extra_special_tokens, as transformers 5 saves."""
+    base = make_tokenizer(tmp_path / 'base', chat_template=CHATML, words=['<extra>'])
+    theirs = transformers.AutoTokenizer.from_pretrained(base, extra_special_tokens=['<extra>'])
+    for name in 'TokenizersBackend', 'PreTrainedTokenizerFast':
+        saved, out = tmp_path / f'saved_{name}', tmp_path / f'out_{name}'
+        theirs.save_pretrained(saved)
+        config = json.loads((saved / 'tokenizer_config.json').read_text())
+        assert config['extra_special_tokens'] == ['<extra>']
+        (saved / 'tokenizer_config.json').write_text(json.dumps(config | {'tokenizer_class': name}))
+        assert hf.write_tokenizer(get_tokenizer(str(saved)), str(out))
+        config = json.loads((out / 'tokenizer_config.json').read_text())
+        assert config['tokenizer_class'] == 'PreTrainedTokenizerFast'
+        assert 'extra_special_tokens' not in config
+        again = transformers.AutoTokenizer.from_pretrained(out)
+        assert again.extra_special_tokens == theirs.extra_special_tokens
+        assert again('a <extra> b') == theirs('a <extra> b')
+
+
 def test_adapters_are_exported_merged(tuned, tmp_path):
     path = tuned['adapters'] / 'latest.pt'
     run('hf.py', 'export', f'--ckpt={path}', f'--out={tmp_path}/out')

@@ -200,6 +200,27 @@ def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
             example(tokenizer, changed.replace('| tojson', '.name'), chat)
 
 
+def test_calls_have_the_form_that_the_template_writes(chat_folder):
+    """DeepSeek's wants text and no content, others print an object as Python does."""
+    tokenizer = get_tokenizer(chat_folder)
+    calls = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ARGUMENTS }}{% endfor %}"
+    chat = [CHAT[1], {**CHATS['calls'][1], 'content': ''}]
+    chat[1] = {**chat[1], 'tool_calls': [{**CALL, 'function': {
+        'name': 'weather', 'arguments': {'city': 'Köln <|end|>', 'days': None}}}]}
+    arguments = '{"city": "Köln <|end|>", "days": null}'
+    wanted = f'<call>weather{arguments}<|end_of_turn|>'
+    for said in (turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments')),
+                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | string')),
+                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | tojson')),
+                 turns("{% if m.content is none %}" + calls.replace('ARGUMENTS', 'c.function.arguments')
+                       + "{% else %}{{ m.content }}{% endif %}")):
+        ids, mask = example(tokenizer, said, chat)
+        assert targets(tokenizer, ids, mask) == [wanted]
+    cut = {**CALL, 'function': {'name': 'weather', 'arguments': '{"city": "Ro'}}     # once
+    chat = [CHAT[1], {**chat[1], 'tool_calls': [cut]}]
+    assert targets(tokenizer, *example(tokenizer, said, chat)) == ['<call>weather{"city": "Ro<|end_of_turn|>']
+
+
 def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
     mark = '{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}'.format
     template = turns(
@@ -266,12 +287,15 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     thought = [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}]
     last = LAYOUTS['generation'].replace("'assistant' %}", "'assistant' and loop.last %}")
     left_out = 'have thoughts or other messages that the chat template does not write as they are'
+    other = ("have answers that do not begin by '<|turn|>assistant\\n<think>\\n', which the template writes "
+             'before each answer of a chat')
     for template, messages, notes in (
         (CHATML, CHAT, []),
         (CHATML, CHATS['thoughts'], []),
         (CHATML, thought, [left_out]),
         (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, []),
-        (LAYOUTS['r1'], CHATS['thoughts'], [left_out]),
+        (LAYOUTS['r1'], CHATS['thoughts'], [left_out, other]),
+        (LAYOUTS['r1'], CHAT, [other]),
         (CHATML.replace('in messages', "in messages if message.role != 'system'"), CHAT, [left_out]),
         (LAYOUTS['qwen3'], CHATS['thoughts'], ['have answers whose thoughts the template removes, which '
                                                'are no targets']),
@@ -283,12 +307,17 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
     notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
     assert notes == ['have tools that the chat template does not write']
+    function = {**CALL['function'], 'arguments': '{"city": "Ro'}
+    cut = [CHAT[1], {**CHATS['calls'][1], 'tool_calls': [{**CALL, 'function': function}]}]
+    made = sft.Examples(get_tokenizer(chat_folder), LAYOUTS['tools'], BEGAN)
+    assert [made.document(chat)[2]['notes'] for chat in (CHATS['calls'], cut)] == [[], [sft.NO_JSON]]
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
     assert (ids[-1], mask[-1]) == (END, TARGET)
+    assert targets(get_tokenizer(chat_folder), ids, mask) == ['It is 4.\n<|end|>']
     words = '{% for m in messages %}{{ m.content }}{% endfor %}'
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
@@ -297,11 +326,40 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
         assert targets(get_tokenizer(chat_folder), *example(get_tokenizer(chat_folder), once, chat)) == wanted
 
 
+def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
+    """<|im_end|> is an ordinary added token, as of add_tokens, or in no vocabulary. So is what begins a turn,
+    and in a message both are text."""
+    template = CHATML.replace('<|end_of_turn|>', '<|im_end|>').replace('<|turn|>', '<|im_start|>')
+    folder = make_tokenizer(tmp_path, chat_template=template, words=['<|im_start|>', '<|im_end|>'])
+    path = tmp_path / 'tokenizer.json'
+    known = path.read_text()
+    assert json.loads(known)['added_tokens'][-1]['special'] is False
+    chat = [*sft.pair('a <|im_end|> <|im_start|>b', 'c'), *sft.pair('d', 'e')]
+    tokenizer = get_tokenizer(folder)
+    made = sft.Examples(tokenizer, template, BEGAN)
+    rows, _, counts, _ = made.document(chat)
+    assert targets(tokenizer, *rows.T.tolist()) == ['c<|im_end|>', 'e<|im_end|>']
+    begin, end = map(tokenizer.library.token_to_id, ('<|im_start|>', '<|im_end|>'))
+    assert [rows[:, 0].tolist().count(i) for i in (begin, end)] == [4, 4] and end in tokenizer.stops
+    assert counts['notes'] == ['hold the text of a special token, which is taken as text']
+    path.write_text(known.replace('"<|im_end|>"', '"<|other|>"'))
+    made = sft.Examples(get_tokenizer(folder), template, BEGAN)
+    assert made.document(chat[2:])[2]['notes'] == [sft.ENDLESS]
+
+
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
     off = [{'weight': 0}, {'train': False}, {'training': False}, {'loss': False},
            {'weight': '0'}, {'loss': 'False'}, {'loss_weight': 0.0}]
     made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
     assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
+    for flag, notes in (
+            ({'weight': 1, 'train': 'true', 'loss': 1.0}, []),
+            ({'weight': 0.5}, [sft.OTHER_FLAG]), ({'loss_weight': '2'}, [sft.OTHER_FLAG]),
+            ({'train': 'no'}, [sft.OTHER_FLAG]),
+            ({'mask': 1, 'train_detail': [{'end_offset': 4, 'train': False}]}, [
+                'have messages with mask, which is not read',
+                'have messages with train_detail, which is not read'])):
+        assert made.document([CHAT[1], CHAT[2] | flag])[2]['notes'] == notes
     row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
     assert not len(made.of_row(row)[0])
     assert made.of_row(row | {'label': 'True'})[2]['notes'] == []
@@ -327,6 +385,7 @@ def test_the_forms_of_messages_say_the_same():
     ask, answer = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
     inner = {'name': 'f', 'arguments': {'x': 1}}
     calls = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': inner}]}
+    without = {**calls, 'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]}
     text = '{"name": "f", "arguments": {"x": 1}}'
     for entry, wanted in (
         ({'from': 'human', 'value': 'a'}, ask),
@@ -339,6 +398,8 @@ def test_the_forms_of_messages_say_the_same():
         ({'from': 'Function_Call', 'value': text}, calls),
         ({**calls, 'tool_calls': f'[{text}]'}, calls),      # as CSV has them
         ({'role': 'assistant', 'content': None, 'function_call': inner}, calls),
+        *(({**calls, 'tool_calls': [{'name': 'f', 'arguments': none}]}, without) for none in ('', 'null')),
+        ({'from': 'Function_Call', 'value': '{"name": "f", "arguments": null}'}, without),
         ({'from': 'observation', 'value': 'c'}, {'role': 'tool', 'content': 'c'}),
     ):
         assert sft.message_of(entry) == wanted
@@ -353,10 +414,12 @@ def test_the_forms_of_messages_say_the_same():
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
+        ({'messages': share, 'tools': 'null'}, ['messages'], [ask, answer]),    # json.dumps of no tools
+        ({'messages': [ask, answer | {'tool_calls': 'null'}]}, ['messages'], [ask, answer]),
+        ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
+        ({'instruction': 'a', 'output': 'b', 'history': 'null'}, alpaca, [ask, answer]),
     ):
         assert sft.conversation(row, columns) == (wanted, None)
-    row = {'messages': [ask], 'tools': '[{"name": "f", "x": null}]'}
-    assert sft.conversation(row, ['messages']) == ([ask], [{'name': 'f'}])
     for history in 7, [['q']], [{'role': 'user', 'content': 'q'}]:
         with pytest.raises(DataError, match='its history is no list'):
             sft.conversation(full | {'history': history}, alpaca)
@@ -364,12 +427,23 @@ def test_the_forms_of_messages_say_the_same():
     halves = {'prompt': turns[:1], 'completion': turns[1:]}
     columns = 'prompt', 'completion'
     assert sft.conversation(halves, columns)[0] == turns
-    with pytest.raises(DataError, match='--template=chat'):
-        sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(halves)
+    in_csv = {name: json.dumps(half) for name, half in halves.items()}
+    assert sft.conversation(in_csv, columns)[0] == turns
+    for row in halves, in_csv:
+        with pytest.raises(DataError, match='--template=chat'):
+            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(row)
+    for text in '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}':    # of an answer
+        assert sft.conversation({'prompt': 'a', 'completion': text}, columns)[0] == sft.pair('a', text)
     for row, columns in ((full | {'system': 1}, alpaca), (
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
         with pytest.raises(DataError, match='1 is no text|system message differ'):
             sft.conversation(row, columns)
+    nullable = {**TOOL, 'function': {'name': 'f', 'parameters': {'properties': {'x': {'default': None}}}}}
+    for tools, wanted in (json.dumps([nullable]), nullable), ([{**TOOL, 'x': None}], TOOL):
+        assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [wanted]
+    for bare in TOOL['function'], {'type': 'function', **TOOL['function']}:
+        for tools in [bare], json.dumps([bare]):
+            assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [TOOL]
     for tools in 7, 'a text', {'name': 'f'}, ['f']:
         with pytest.raises(DataError, match='its tools are no list of objects'):
             sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
@@ -378,6 +452,9 @@ def test_the_forms_of_messages_say_the_same():
                          ({'roel': 'user'}, 'has no role, but roel, content')):
         with pytest.raises(DataError, match=why):
             sft.message_of({**message, 'content': 'a'})
+    for kind in 'reasoning', 'thinking', 'image':
+        with pytest.raises(DataError, match='parts that are no text'):
+            sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])

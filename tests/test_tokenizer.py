@@ -189,6 +189,11 @@ def test_its_identity_is_its_hash_and_finds_its_copy(made, tmp_path):
     tokenizer.keep_files(made, str(copy))
     found = get_tokenizer(name, str(copy))
     assert (found.name, found.stops) == (name, get_tokenizer(made).stops)
+    more = shutil.copytree(made, tmp_path / 'more')
+    (more / 'added_tokens.json').write_text(json.dumps({'<extra>': found.vocab_size}))      # older files'
+    tokenizer.keep_files(more, str(copy))
+    ids = [get_tokenizer(str(place)).encode('a<extra>', special=True).tolist() for place in (more, copy)]
+    assert ids[0] == ids[1] and ids[0][-1] == found.vocab_size
     make_tokenizer(copy, words=['other'])
     with pytest.raises(MissingError, match='or not the sha256:'):
         get_tokenizer(name, str(copy))
