@@ -72,24 +72,30 @@ def say_run(run, ended, first):
         say(f'  unlike the first: {", ".join(unlike)}')
 
 
+def percent_from(first, first_run, curve, run):
+    """Return step -> distance in % of a curve, step -> loss, of a runlog.RunCurves from that of the first
+    run, where that has a loss at the same tokens."""
+    then = {round(first_run.tokens_at(step)): loss for step, loss in first.items()}
+    return {step: 100 * (loss / then[tokens] - 1) for step, loss in curve.items()
+            if then.get(tokens := round(run.tokens_at(step)))}
+
+
 def plot_loss(directories, out, json_out):
-    """Draw losses over tokens, and their distance from the first run's at the same tokens, where it has a
-    loss. Write a picture and, if json_out is given, its numbers with what produced them."""
+    """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
+    given, its numbers with what produced them."""
     runs = [runlog.RunCurves(directory) for directory in directories]
     figure, (losses, distances) = plt.subplots(
         2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
-    found = {}
+    found, first = {}, runs[0]
     for number, run in enumerate(runs):
         ended = f': validation loss {run.last_val:.4f} at step {max(run.val)}' if run.val else ''
-        curves = ((run.train, runs[0].train, {'alpha': 0.4}),
-                  (run.val, runs[0].val, {'marker': 'o', 'label': run.name + ended}))
-        for curve, first, look in curves:
-            then = {round(runs[0].tokens_at(step)): loss for step, loss in first.items()}
-            far = {step: 100 * (loss / then[tokens] - 1) for step, loss in curve.items()        # %
-                   if then.get(tokens := round(run.tokens_at(step)))}
-            for axes, values in ((losses, curve), (distances, far)):
-                tokens = [run.tokens_at(step) / 1e6 for step in values]
-                axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
+        far = percent_from(first.val, first, run.val, run)
+        dots = {'marker': 'o', 'label': run.name + ended}
+        for axes, values, look in (
+                (losses, run.train, {'alpha': 0.4}), (losses, run.val, dots), (distances, far, dots),
+                (distances, percent_from(first.train, first, run.train, run), {'alpha': 0.4})):
+            tokens = [run.tokens_at(step) / 1e6 for step in values]
+            axes.plot(tokens, [*values.values()], color=f'C{number}', markersize=4, **look)
         found[run.name] = {
             **run.header,
             'tokens_per_step': run.tokens,
@@ -99,7 +105,7 @@ def plot_loss(directories, out, json_out):
             'train_loss': run.train,
             'hellaswag_acc_norm': run.hellaswag,
         }
-        say_run(run, ended, runs[0])
+        say_run(run, ended, first)
     losses.set(ylabel='loss, nats per token')
     losses.legend(title='validation loss (dots); training loss')
     distances.set(xlabel='tokens, millions', ylabel='% from the first')
