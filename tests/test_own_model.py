@@ -656,3 +656,15 @@ def test_a_state_of_a_part_that_was_converted_anew_is_refused():
             state.after_step()
     with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
         fp8.choose(fp8.Options(), 'cpu')
+
+
+@pytest.mark.filterwarnings('ignore:.*nested:UserWarning')
+@pytest.mark.parametrize('layout', [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_computed_as_a_linear_does_and_that_is_said(layout):
+    model, parts = stack(), [torch.randn(16, 64), torch.randn(32, 64)]
+    in_fp8(model)
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.warns(UserWarning, match='whose tokens are nested run in torch.float32'):
+        found = model(x).unbind()
+    with fp8.paused():
+        assert all(torch.equal(y, model(part)) for y, part in zip(found, parts))

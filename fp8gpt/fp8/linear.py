@@ -408,12 +408,14 @@ def autocast(x):
 
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
-    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's."""
+    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's, or x is
+    a nested tensor, which cannot be reshaped."""
     if mode.paused or not x.numel():
         return True
-    odd = x.numel() // x.shape[-1] % multiple != 0
+    odd = x.is_nested or x.numel() // x.shape[-1] % multiple != 0
     if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
-        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
+        what = 'nested' if x.is_nested else f'no multiple of {multiple}'
+        warnings.warn(f'calls whose tokens are {what} run in {x.dtype}', stacklevel=2)
     return odd
 
 
