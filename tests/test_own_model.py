@@ -406,6 +406,12 @@ def test_mistakes_with_a_model_are_refused_in_words():
             model(torch.ones(16, 64, dtype=torch.int64))
         with paused(), pytest.raises(RuntimeError, match='32x32 and 64x64'):
             model(torch.randn(32, 32))
+    for recipe in fp8.RECIPES:
+        model = nn.Linear(128, 256)
+        fp8.convert(model, on_a_cpu('emulate', recipe))
+        for features in 33, 48, 256:
+            with pytest.raises(RuntimeError, match=f'has {features} features, and the linear takes 128'):
+                model(torch.randn(128, features))
     lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
     with pytest.raises(fp8.OptionError, match='run one batch'):
         fp8.convert(lazy, choice)

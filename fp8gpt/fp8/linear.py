@@ -325,7 +325,10 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
-        q, mm = arithmetic
+        (q, mm), matrix = arithmetic, cache[0] if cache else weight
+        if x.shape[1] != matrix.shape[1]:   # casts would fail first, at their blocks of features
+            raise RuntimeError(f'x has {x.shape[1]} features, and the linear takes {matrix.shape[1]}: '
+                               f'{len(x)}x{x.shape[1]} and {matrix.shape[1]}x{matrix.shape[0]}')
         ctx.arithmetic, ctx.running = arithmetic, running
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype = getattr(weight, 'dtype', None)
