@@ -388,6 +388,10 @@ def test_a_mixtures_experts_count_as_bf16():
     assert fp8.fp8_share(model) == in_fp8 / (sum(weights.values()) + model.lm_head.weight.numel())
     assert 'model.layers.0.mlp.experts: transformers.' in fp8.summary(model, choice)
     assert not {'', 'patches', 'model.embed_tokens'} & fp8.reasons(model).keys()
+    model = stack()
+    model.table = nn.Parameter(torch.zeros(64, 64))
+    fp8.convert(model, choice)
+    assert ', bf16: the model\n' in fp8.summary(model, choice)
 
 
 def test_mistakes_with_a_model_are_refused_in_words():
