@@ -398,11 +398,15 @@ def config_values(path):
             raise SettingError(f'{path} is no config file: it calls exit') from None
         except Exception as error:  # the file's own
             raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        return {name: value for name, value in values.items() if not name.startswith('_')}
-    values = read_yaml(path) or {}
-    if not isinstance(values, dict) or not all(
-            isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
-        raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+        values = {name: value for name, value in values.items() if not name.startswith('_')}
+    else:
+        values = read_yaml(path) or {}
+        if not isinstance(values, dict) or not all(
+                isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
+            raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
+    for theirs, ours in ALIASES.items():
+        if {theirs, ours} <= values.keys() and theirs not in TRANSLATED:
+            raise SettingError(f'{path}: {theirs} and {ours} are one setting: leave one of them out')
     return values
 
 

@@ -395,6 +395,9 @@ def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
     if lexists(directory) and not isdir(directory):
         raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
+    if os.fsencode(directory) != directory.encode(errors='replace'):
+        raise SettingError(f'checkpoint_dir={directory} is not UTF-8 here, and torch.load opens no '
+                           'such path: name another, or set LC_ALL=C.UTF-8')
     if exists(directory):
         with _lock(directory):
             _in_the_way(directory, resumed_from, resumed_step, overwrite)

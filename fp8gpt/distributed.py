@@ -195,16 +195,18 @@ class Failed(Exception):
 
 
 class StopRequest:
-    """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, or a file. A
-    second Ctrl-C interrupts. As signals are the process's, so is the latest StopRequest: see until_asked."""
+    """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, a signal by
+    which schedulers warn of a job's end, or a file. A second Ctrl-C interrupts. As signals are the process's,
+    so is the latest StopRequest: see until_asked."""
     latest = None
+    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
     def __init__(self, stop_file):
         self.stop_file, self.signalled = stop_file, False
         StopRequest.latest = self
         if is_rank_0() and os.path.exists(stop_file):
             os.remove(stop_file)    # a request to an earlier run, which had ended
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in self.signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup's run goes on
                 signal.signal(number, self._note)
 

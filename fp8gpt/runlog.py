@@ -79,16 +79,16 @@ def versions():
 
 
 def open_jsonl(path):
-    """Return (write(step, {name: value}), close()) of a log.jsonl. Text stands for NaN and infinity."""
-    file = open(path, 'a', buffering=1)     # a line
-
+    """Return (write(step, {name: value}), close()) of a log.jsonl. Text stands for NaN and infinity. Each
+    record opens the file: an editor or a sync puts another one in its place, which a run may outlive."""
     def write(step, named):
         record = {'step': step, **named}
         for name, value in named.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = str(value)
-        file.write(json.dumps(record) + '\n')
-    return write, file.close
+        with open(path, 'a') as file:
+            file.write(json.dumps(record) + '\n')
+    return write, lambda: None
 
 
 def shown(named):

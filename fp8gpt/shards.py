@@ -213,7 +213,8 @@ def read_shard(path):
         raise DataError(f'{path} is missing, or no file; {AGAIN}')
     header = np.fromfile(path, '<i4', HEADER).tolist()
     if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
-        raise DataError(f'{path} is not a token shard (no known magic and version in its header)')
+        raise DataError(f'{path} is not a token shard (no known magic and version in its header; nanoGPT\'s '
+                        'files have none): give the texts to prepare_data.py')
     dtype = np.dtype('u1') if is_mask(path) else FORMATS[tuple(header[:2])]
     there = (getsize(path) - HEADER * 4) / dtype.itemsize
     if header[2] != there:

@@ -49,6 +49,7 @@ from tiktoken._educational import bpe_train  # noqa: E402
 
 import configurator  # noqa: E402
 import forked  # noqa: E402
+from fp8gpt import distributed  # noqa: E402
 from fp8gpt.checkpoint import read  # noqa: E402
 from helpers import same_tensors  # noqa: E402
 
@@ -146,8 +147,7 @@ def here(capsys):
     """here(script, *words): what a script prints, run in this process, where a test can patch what it calls
     and send it signals."""
     def played(*words):
-        numbers = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
-        handlers = {number: signal.getsignal(number) for number in numbers}
+        handlers = {number: signal.getsignal(number) for number in distributed.StopRequest.signals}
         capsys.readouterr()
         try:
             with typed(*words):

@@ -109,6 +109,9 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
     for name in 'file', 'dangling':
         with pytest.raises(SettingError, match=f'{name} is there and no folder: name another'):
             checkpoint.check_directory(f'{tmp_path}/{name}', None, 0, False)
+    with pytest.raises(SettingError, match='is not UTF-8 here'):    # a run would write what nobody can read
+        checkpoint.check_directory(os.fsdecode(b'caf\xe9'), None, 0, False)
+    checkpoint.check_directory(f'{tmp_path}/caf\xe9', None, 0, False)
 
 
 def test_nothing_is_written_through_a_link(folder, tmp_path):

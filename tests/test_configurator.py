@@ -114,6 +114,8 @@ IN_FILES = [
     ('x.py', 'directory = ["a"]', "x.py: directory wants a name or a path, not ..a"),
     ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
+    ('x.yaml', 'learning_rate: 1\nmax_lr: 2', 'x.yaml: learning_rate and max_lr are one setting'),
+    ('x.py', 'max_lr = 1\nlearning_rate = 2', 'x.py: learning_rate and max_lr are one setting'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
     ('x.yaml', 'name: {first: 1}', 'flat list'),
     ('x.yaml', 'rate: 1\n---\nsteps: 2', 'not YAML'),

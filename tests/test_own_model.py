@@ -397,6 +397,10 @@ def test_a_mixtures_experts_count_as_bf16():
     assert fp8.fp8_share(model) == in_fp8 / (sum(weights.values()) + model.lm_head.weight.numel())
     assert 'model.layers.0.mlp.experts: transformers.' in fp8.summary(model, choice)
     assert not {'', 'patches', 'model.embed_tokens'} & fp8.reasons(model).keys()
+    model = stack()
+    model.table = nn.Parameter(torch.zeros(64, 64))
+    fp8.convert(model, choice)
+    assert ', bf16: the model\n' in fp8.summary(model, choice)
 
 
 def test_mistakes_with_a_model_are_refused_in_words():
@@ -415,6 +419,12 @@ def test_mistakes_with_a_model_are_refused_in_words():
             model(torch.ones(16, 64, dtype=torch.int64))
         with paused(), pytest.raises(RuntimeError, match='32x32 and 64x64'):
             model(torch.randn(32, 32))
+    for recipe in fp8.RECIPES:
+        model = nn.Linear(128, 256)
+        fp8.convert(model, on_a_cpu('emulate', recipe))
+        for features in 33, 48, 256:
+            with pytest.raises(RuntimeError, match=f'has {features} features, and the linear takes 128'):
+                model(torch.randn(128, features))
     lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
     with pytest.raises(fp8.OptionError, match='run one batch'):
         fp8.convert(lazy, choice)
@@ -665,3 +675,15 @@ def test_a_state_of_a_part_that_was_converted_anew_is_refused():
             state.after_step()
     with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
         fp8.choose(fp8.Options(), 'cpu')
+
+
+@pytest.mark.filterwarnings('ignore:.*nested:UserWarning')
+@pytest.mark.parametrize('layout', [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_computed_as_a_linear_does_and_that_is_said(layout):
+    model, parts = stack(), [torch.randn(16, 64), torch.randn(32, 64)]
+    in_fp8(model)
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.warns(UserWarning, match='whose tokens are nested run in torch.float32'):
+        found = model(x).unbind()
+    with fp8.paused():
+        assert all(torch.equal(y, model(part)) for y, part in zip(found, parts))

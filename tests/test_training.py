@@ -154,7 +154,7 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
         out = here('train.py', *tiny, f'--checkpoint_dir={tmp_path}/early')
     assert 'stopped at step 0: there is nothing to save' in out
     assert not list(stop_file.parent.glob('*.pt'))
-    for way in 'STOP', 'SIGINT', 'SIGHUP', 'SIGTERM':
+    for way in 'STOP', 'SIGINT', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGTERM':
         folder = tmp_path / way
 
         def ask_in_step_3(loader):

@@ -441,7 +441,7 @@ def fp8_share(model):
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
     found, others = reasons(model), bf16_summary(model)
-    plain = [name for name, reason in found.items() if reason]
+    plain = [name or 'the model' for name, reason in found.items() if reason]
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '

@@ -325,7 +325,10 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
-        q, mm = arithmetic
+        (q, mm), matrix = arithmetic, cache[0] if cache else weight
+        if x.shape[1] != matrix.shape[1]:   # casts would fail first, at their blocks of features
+            raise RuntimeError(f'x has {x.shape[1]} features, and the linear takes {matrix.shape[1]}: '
+                               f'{len(x)}x{x.shape[1]} and {matrix.shape[1]}x{matrix.shape[0]}')
         ctx.arithmetic, ctx.running = arithmetic, running
         ctx.scale = (None,) * 3 if scale is None else scale
         ctx.weight_dtype = getattr(weight, 'dtype', None)
@@ -408,12 +411,14 @@ def autocast(x):
 
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
-    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's."""
+    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's, or x is
+    a nested tensor, which cannot be reshaped."""
     if mode.paused or not x.numel():
         return True
-    odd = x.numel() // x.shape[-1] % multiple != 0
+    odd = x.is_nested or x.numel() // x.shape[-1] % multiple != 0
     if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
-        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
+        what = 'nested' if x.is_nested else f'no multiple of {multiple}'
+        warnings.warn(f'calls whose tokens are {what} run in {x.dtype}', stacklevel=2)
     return odd
 
 
