@@ -10,12 +10,13 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet, JSON or CSV is a document; a txt file is cut at the first blank line past each 8 KiB (an
-eighth of a short text that is alone), and at line ends where 64 KiB have no blank line. The name of each kind
-may go on with .gz or .zst. What the tokenizer writes before a text stands before each document, or else EOT
-behind it. Rows with messages, or prompt and completion, or other columns of sft.COLUMNS, are examples to
-fine-tune on: sft.py turns them into tokens and masks. Documents keep their order: the loader permutes them. A
-hash of a document's text decides its split, so a text that occurs twice is never in both splits.
+A row of parquet, JSON or CSV is a document; a txt file is cut at each <|endoftext|>, at the first blank line
+past each 8 KiB (an eighth of a short text that is alone), and at line ends where 64 KiB have no blank line.
+The name of each kind may go on with .gz or .zst. What the tokenizer writes before a text stands before each
+document, or else EOT behind it. Rows with messages, or prompt and completion, or other columns of
+sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep their
+order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs twice is
+never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -72,7 +73,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
+from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -84,6 +85,7 @@ GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's 
 BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NO_TEXT = 'are left out, which have no text to learn'
+MARKED = f'hold the text {EOT}, which is taken as text'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -239,20 +241,37 @@ def rows_of_py(text):
         yield {'text': whole}
 
 
+def sections(text):
+    """Yield (part, whether a document ends behind it) of a text that comes in parts: it ends with the text,
+    and at the mark <|endoftext|>, by which TinyStories' files and others part theirs."""
+    rest = ''
+    for part in text:
+        *whole, rest = (rest + part).split(EOT)
+        for each in whole:
+            yield each.strip('\n'), True
+        rest = rest.lstrip('\n') if whole else rest
+        known = len(rest) - len(EOT)    # what follows may be the beginning of a mark
+        if known > 0:
+            yield rest[:known], False
+            rest = rest[known:]
+    yield rest, True
+
+
 def rows_of_txt(text, is_alone):
-    """Yield the pieces of a text that comes in parts. Each ends as end_of_piece says, but the last one may be
-    half as long again."""
-    rest = bytearray(next(text, '').encode())
+    """Yield the pieces of the sections of a text that comes in parts. Each ends as end_of_piece says, but the
+    last one of a section may be half as long again."""
+    first, rest = next(text, ''), bytearray()
     # of a short text, the one piece that is for validation is an eighth: it has to fill a window
-    most = min(PIECE, max(512, len(rest) // 8)) if is_alone else PIECE
-    for part in itertools.chain(text, [None]):      # None: the text has ended
-        rest += (part or '').encode()
-        while end := end_of_piece(rest, most, GAP if part is not None else most + most // 2):
+    most = min(PIECE, max(512, len(first.encode()) // 8)) if is_alone else PIECE
+    for part, is_end in sections(itertools.chain([first], text)):
+        rest += part.encode()
+        while end := end_of_piece(rest, most, most + most // 2 if is_end else GAP):
             piece = rest[:end].decode(errors='ignore')      # all but half a character
             yield {'text': piece}
             del rest[:len(piece.encode())]
-    if rest:
-        yield {'text': rest.decode()}
+        if is_end and rest:
+            yield {'text': rest.decode()}
+            rest.clear()
 
 
 ROWS_OF = {'.csv': rows_of_csv, '.tsv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl,
@@ -398,6 +417,7 @@ class Texts:
             raw, notes = text.encode(), []
         except UnicodeEncodeError:
             raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
+        notes += [MARKED] * (EOT in text)
         self.documents += 1
         if not self.fast or len(text) > LONGEST:
             ids = self.tokenizer.encode(text)
@@ -588,7 +608,7 @@ def choose_columns(config, meta, names, tokenizer):
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        idle = {'input', 'context', 'history'} if len(examples) == 1 else set()
+        idle = {'input', 'context', 'history', 'system_prompt'} if len(examples) == 1 else set()
         idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
         unused = sorted(set(names) - ({*examples, *sft.MORE} - idle))
         if unused:

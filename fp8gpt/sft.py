@@ -32,11 +32,14 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that make an example: ShareGPT's, Alpaca's, GSM8K's, Dolly's among them; MORE may be beside
-COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['prompt', 'response'],
-           ['instruction', 'output'], ['instruction', 'response'], ['question', 'answer'],
-           ['question', 'response'], ['problem', 'generated_solution'])
-MORE = 'input', 'context', 'system', 'history', 'tools', 'label'
+# the columns that make an example: ShareGPT's, LMSYS's, Alpaca's, GSM8K's, Dolly's, MetaMath's, Aya's and
+# MATH's among them; MORE may be beside
+COLUMNS = (['messages'], ['conversations'], ['conversation'],
+           ['prompt', 'completion'], ['prompt', 'response'], ['instruction', 'output'],
+           ['instruction', 'response'], ['question', 'answer'], ['question', 'response'],
+           ['query', 'response'], ['inputs', 'targets'], ['problem', 'generated_solution'],
+           ['problem', 'solution'])
+MORE = 'input', 'context', 'system', 'system_prompt', 'history', 'tools', 'label'
 FORMS = ('messages (role, content); conversations (from, value); prompt and completion; question and answer; '
          'or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
@@ -93,7 +96,7 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system = as_text(row.get('system'))
+    system = as_text(row.get('system') or (row.get('system_prompt') if answer else ''))     # OpenOrca's
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:

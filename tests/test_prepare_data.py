@@ -75,6 +75,7 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     assert ('checked against tiktoken' in said) == bool(importlib.util.find_spec('gigatoken'))
     documents[61] = 'a?b'       # half a surrogate pair
     assert '1 rows hold half a surrogate pair, which becomes ?' in said
+    assert '1 rows hold the text <|endoftext|>, which is taken as text (the first: ' in said
     check(tmp_path / 'mine-gpt2', documents, 512, small_gpt2.decode)
     found = [ids_of_documents(tmp_path / 'mine-gpt2', split, 512) for split in ('train', 'val')]
     ours = [ids.tolist() for documents in found for ids in documents]
@@ -124,6 +125,16 @@ def test_txt_is_cut_at_the_first_blank_line_past_8_kib(tmp_path):
     pieces.append(''.join(lines))
     assert len(pieces) > 20
     check(tmp_path / 'mine-byte', pieces)
+
+
+@pytest.mark.parametrize('size', [7, 1000, 10**6])
+def test_txt_is_cut_at_the_marks_that_end_a_text(size):
+    """As TinyStories' files have them, wherever a file is read in parts of this size."""
+    stories = ['Once.\nA fox', 'Then', 'a < b\n\n<|end', 'x ' * 5000, 'The end.']
+    text = '\n<|endoftext|>\n'.join(stories) + '\n<|endoftext|>\n'
+    parts = (text[at:at + size] for at in range(0, len(text), size))
+    found = [row['text'] for row in prepare_data.rows_of_txt(parts, is_alone=False)]
+    assert [piece.strip('\n') for piece in found] == stories
 
 
 def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):

@@ -409,6 +409,8 @@ def test_the_forms_of_messages_say_the_same():
     for row, columns, wanted in (
         ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
         ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
+        ({'system_prompt': 's', 'question': 'q', 'response': 'r'}, ['question', 'response'],   # OpenOrca's
+         [{'role': 'system', 'content': 's'}, *sft.pair('q', 'r')]),
         ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
          [{'role': 'user', 'content': 'a\n\nc'}, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
