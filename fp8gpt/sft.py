@@ -32,11 +32,14 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that make an example: ShareGPT's, Alpaca's, GSM8K's, Dolly's among them; MORE may be beside
-COLUMNS = (['messages'], ['conversations'], ['prompt', 'completion'], ['prompt', 'response'],
-           ['instruction', 'output'], ['instruction', 'response'], ['question', 'answer'],
-           ['question', 'response'], ['problem', 'generated_solution'])
-MORE = 'input', 'context', 'system', 'history', 'tools', 'label'
+# the columns that make an example: ShareGPT's, Alpaca's, GSM8K's, Dolly's, MATH's, FLAN's among them; the first
+# that a row has count, and MORE may be beside
+COLUMNS = (['messages'], ['conversations'], ['conversation'], ['prompt', 'completion'],
+           ['prompt', 'response'], ['instruction', 'output'], ['instruction', 'response'],
+           ['question', 'answer'], ['question', 'response'], ['query', 'response'],
+           ['problem', 'generated_solution'], ['problem', 'solution'], ['inputs', 'targets'],
+           ['input', 'output'], ['input', 'target'])
+MORE = 'input', 'context', 'system', 'system_prompt', 'history', 'tools', 'label'
 FORMS = ('messages (role, content); conversations (from, value); prompt and completion; question and answer; '
          'or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
@@ -82,7 +85,8 @@ def conversation(row, columns):
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
         first, answer = [*first, *answer[0]], ()
     if answer:
-        prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input'), row.get('context')))))
+        beside = [row.get(name) for name in ('input', 'context') if name not in columns]
+        prompt = '\n\n'.join(filter(None, map(as_text, (first, *beside))))
         history = from_json(row.get('history')) or []
         turns = history if isinstance(history, list) else [history]
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
@@ -93,7 +97,7 @@ def conversation(row, columns):
         messages = [message_of(entry) for entry in entries or ()]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system = as_text(row.get('system'))
+    system = as_text(row.get('system') or row.get('system_prompt'))
     if system and messages and messages[0]['role'] != 'system':
         messages.insert(0, {'role': 'system', 'content': system})
     elif system and messages and messages[0]['content'] != system:

@@ -409,6 +409,9 @@ def test_the_forms_of_messages_say_the_same():
     for row, columns, wanted in (
         ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
         ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
+        ({'input': 'a', 'output': 'b', 'context': 'c'}, ['input', 'output'], sft.pair('a\n\nc', 'b')),
+        ({'question': 'a', 'response': 'b', 'system_prompt': 's'}, ['question', 'response'],    # OpenOrca's
+         [system, ask, answer]),
         ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
          [{'role': 'user', 'content': 'a\n\nc'}, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
@@ -525,6 +528,20 @@ def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
         said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
                             f'--data_dir={tmp_path}', '--num_workers=1')
         assert f'columns that are not used: {columns}\n' in said
+
+
+@pytest.mark.parametrize('columns', [       # of MetaMathQA, MATH, FLAN, AceReason, Firefly
+    ('query', 'response'), ('problem', 'solution'), ('inputs', 'targets'), ('input', 'output'),
+    ('input', 'target')])
+def test_the_names_of_well_known_datasets_make_examples(tmp_path, columns):
+    rows = [dict(zip(columns, (f'Add {i}.', f'{i} it is')), kind='sum') for i in range(30)]
+    said = prepare_here('mine', f'--data_files={written(tmp_path / "a.jsonl", rows)}', '--tokenizer=byte',
+                        f'--data_dir={tmp_path}')
+    assert 'columns that are not used: kind\n' in said
+    texts = [ByteTokenizer().decode(ids[:-1].tolist())
+             for split in ('train', 'val') for ids, _ in stored(tmp_path / 'mine-byte', split)]
+    assert sorted(texts) == sorted(sft.PLAIN.format(prompt=f'Add {i}.', completion=f'{i} it is')
+                                   for i in range(30))
 
 
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
