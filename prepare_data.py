@@ -581,7 +581,7 @@ def choose_columns(config, meta, names, tokenizer):
     """Decide by the rows' columns whether they are texts or examples, for which meta gets the columns and the
     template. Raises SettingError where it is neither."""
     column, template = config['text_column'], config['template']
-    examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
+    examples = sft.columns_of(names)
     # with a model's tokenizer, examples are to fine-tune it on, a text beside them or not
     is_tuning = examples and tokenizer.folder and (len(examples) > 1 or tokenizer.chat_template)
     is_text = column in names and ('text_column' in config.given or template == 'auto' and not is_tuning)

@@ -417,6 +417,10 @@ def test_the_forms_of_messages_say_the_same():
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
+        ({'conversations': ['a', 'b', 'a']}, ['conversations'], [ask, answer, ask]),    # LIMA's
+        ({'conversation': [{'input': 'a', 'output': 'b'}] * 2}, ['conversation'],       # Capybara's
+         [ask, answer] * 2),
+        ({'input': [system, ask], 'output': 'b'}, ['input', 'output'], [system, ask, answer]),  # Nemotron's
         ({'messages': share, 'tools': 'null'}, ['messages'], [ask, answer]),    # json.dumps of no tools
         ({'messages': [ask, answer | {'tool_calls': 'null'}]}, ['messages'], [ask, answer]),
         ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
@@ -458,6 +462,10 @@ def test_the_forms_of_messages_say_the_same():
     for kind in 'reasoning', 'thinking', 'image':
         with pytest.raises(DataError, match='parts that are no text'):
             sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
+    for first in [1], ['a']:      # P3's are tokens
+        with pytest.raises(DataError, match='is none of the messages of'):
+            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, ['inputs', 'targets']).of_row(
+                {'inputs': first, 'targets': first})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
