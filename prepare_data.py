@@ -590,9 +590,7 @@ def choose_columns(config, meta, names, tokenizer):
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
         idle = {'input', 'context', 'history'} if len(examples) == 1 else set()
         idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
-        unused = sorted(set(names) - ({*examples, *sft.MORE} - idle))
-        if unused:
-            say(f'columns that are not used: {", ".join(unused)}')
+        say_unused(names, {*examples, *sft.MORE} - idle)
     elif column not in names:
         forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
@@ -600,8 +598,17 @@ def choose_columns(config, meta, names, tokenizer):
     elif template != 'auto':
         raise SettingError(f'--template={template} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
-    elif examples:
-        say(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
+    else:
+        say_unused(names, {column})
+        if examples and 'text_column' not in config.given:
+            say(f'{column!r} is read as plain text; --template={"plain" if len(examples) > 1 else "chat"} '
+                f'makes examples of {" and ".join(examples)} beside it')
+
+
+def say_unused(names, used):
+    """Print which of the columns with these names are not among those used."""
+    if unused := sorted({*names} - {*used}):
+        say(f'columns that are not used: {", ".join(unused)}')
 
 
 # ------------------------------------------------------------------------------- documents -> shards

@@ -525,8 +525,11 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         assert sorted(found) == sorted(example(tokenizer, CHATML, chat)[0] for chat in wanted)
     for name, typed in (('typed', ['--text_column=instruction']), ('beside', [])):
         words = f'--data_files={tmp_path}/alpaca.json', '--tokenizer=byte', f'--data_dir={tmp_path}'
-        prepare_here(name, *words, *typed)
+        said = prepare_here(name, *words, *typed)
         assert not meta(tmp_path / f'{name}-byte')['template']
+        assert 'columns that are not used: ' in said
+    advice = re.search(r"'text' is read as plain text; (\S+) makes examples of instruction and out", said)[1]
+    assert 'examples of instruction and output' in prepare_here(name, *words, advice, '--overwrite')
 
 
 def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
@@ -536,6 +539,11 @@ def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
         said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
                             f'--data_dir={tmp_path}', '--num_workers=1')
         assert f'columns that are not used: {columns}\n' in said
+    # a message a row, as OpenAssistant's, is plain text: the line shows what it lacks
+    rows = [{'text': f'a {i}', 'role': 'prompter', 'parent_id': None} for i in range(30)]
+    path = written(tmp_path / 'trees.jsonl', rows)
+    said = prepare_here('trees', f'--data_files={path}', '--tokenizer=byte', f'--data_dir={tmp_path}')
+    assert 'columns that are not used: parent_id, role\n' in said
 
 
 @pytest.mark.parametrize('columns', [       # of MetaMathQA, MATH, FLAN, AceReason, Firefly
