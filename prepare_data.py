@@ -592,7 +592,7 @@ def choose_columns(config, meta, names, tokenizer):
         idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
         say_unused(names, {*examples, *sft.MORE} - idle)
     elif column not in names:
-        forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
+        forms = f'. Columns of examples are to be called {sft.FORMS}' if tokenizer.folder else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
                            f'--text_column names that of plain text{forms}')
     elif template != 'auto':

@@ -546,6 +546,13 @@ def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
     assert 'columns that are not used: parent_id, role\n' in said
 
 
+def test_names_for_columns_are_said_with_the_tokenizer_of_a_base_model(tmp_path):
+    rows = written(tmp_path / 'a.jsonl', [{'article': f'a {i}', 'highlights': 'b'} for i in range(30)])
+    base = make_tokenizer(tmp_path / 'base')
+    code, said = refused_here('mine', f'--data_files={rows}', f'--tokenizer={base}')
+    assert code == 2 and 'article, highlights' in said and f'are to be called {sft.FORMS}' in said
+
+
 @pytest.mark.parametrize('columns', [       # of MetaMathQA, MATH, FLAN, AceReason, Firefly
     ('query', 'response'), ('problem', 'solution'), ('inputs', 'targets'), ('input', 'output'),
     ('input', 'target')])
