@@ -601,27 +601,34 @@ def choose_columns(config, meta, names, tokenizer):
     """Decide by the rows' columns whether they are texts or examples, for which meta gets the columns and the
     template. Raises SettingError where it is neither."""
     column, template = config['text_column'], config['template']
-    examples = next((columns for columns in sft.COLUMNS if set(columns) <= set(names)), None)
+    examples = sft.columns_of(names)
     # with a model's tokenizer, examples are to fine-tune it on, a text beside them or not
     is_tuning = examples and tokenizer.folder and (len(examples) > 1 or tokenizer.chat_template)
     is_text = column in names and ('text_column' in config.given or template == 'auto' and not is_tuning)
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        idle = {'input', 'context', 'history', 'system_prompt'} if len(examples) == 1 else set()
+        idle = {'input', 'context', 'history'} if len(examples) == 1 else set()
         idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
-        unused = sorted(set(names) - ({*examples, *sft.MORE} - idle))
-        if unused:
-            say(f'columns that are not used: {", ".join(unused)}')
+        say_unused(names, {*examples, *sft.MORE} - idle)
     elif column not in names:
-        forms = f'. Examples have {sft.FORMS}' if tokenizer.chat_template else ''
+        forms = f'. Columns of examples are to be called {sft.FORMS}' if tokenizer.folder else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
                            f'--text_column names that of plain text{forms}')
     elif template != 'auto':
         raise SettingError(f'--template={template} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
-    elif examples:
-        say(f'{column!r} is read as plain text; --template=chat makes examples of the messages beside it')
+    else:
+        say_unused(names, {column})
+        if examples and 'text_column' not in config.given:
+            say(f'{column!r} is read as plain text; --template={"plain" if len(examples) > 1 else "chat"} '
+                f'makes examples of {" and ".join(examples)} beside it')
+
+
+def say_unused(names, used):
+    """Print which of the columns with these names are not among those used."""
+    if unused := sorted({*names} - {*used}):
+        say(f'columns that are not used: {", ".join(unused)}')
 
 
 # ------------------------------------------------------------------------------- documents -> shards

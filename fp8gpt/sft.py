@@ -32,16 +32,27 @@ from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
-# the columns that make an example: ShareGPT's, LMSYS's, Alpaca's, GSM8K's, Dolly's, MetaMath's, Aya's and
-# MATH's among them; MORE may be beside
-COLUMNS = (['messages'], ['conversations'], ['conversation'],
-           ['prompt', 'completion'], ['prompt', 'response'], ['instruction', 'output'],
-           ['instruction', 'response'], ['question', 'answer'], ['question', 'response'],
-           ['query', 'response'], ['inputs', 'targets'], ['problem', 'generated_solution'],
-           ['problem', 'solution'])
+# the columns that make an example: the first ones that a row has count; MORE may be beside
+COLUMNS = (
+    ['messages'],
+    ['conversations'],      # ShareGPT's
+    ['conversation'],       # LMSYS-Chat's
+    ['prompt', 'completion'],
+    ['prompt', 'response'],
+    ['instruction', 'output'],      # Alpaca's
+    ['instruction', 'response'],    # Dolly's
+    ['question', 'answer'],     # GSM8K's
+    ['question', 'response'],   # OpenOrca's
+    ['query', 'response'],      # MetaMathQA's
+    ['problem', 'generated_solution'],
+    ['problem', 'solution'],    # MATH's
+    ['inputs', 'targets'],      # FLAN's
+    ['input', 'output'],
+    ['input', 'target'],        # Firefly's
+)
 MORE = 'input', 'context', 'system', 'system_prompt', 'history', 'tools', 'label'
-FORMS = ('messages (role, content); conversations (from, value); prompt and completion; question and answer; '
-         'or instruction, input and output')
+FORMS = ('messages (role, content); conversations (from, value, or texts in turn); prompt and completion; '
+         'question and answer; or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
 ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
@@ -64,6 +75,11 @@ NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does n
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
 
+def columns_of(names):
+    """Return the first of COLUMNS that are all among these names, or ()."""
+    return next((columns for columns in COLUMNS if {*columns} <= {*names}), ())
+
+
 def choose_template(asked, columns, tokenizer):
     """Return the text of a template. asked: 'auto' (the chat template for messages, else PLAIN), 'plain' or
     'chat'. Raises SettingError where there is no such template."""
@@ -84,8 +100,11 @@ def conversation(row, columns):
     first, *answer = (messages_in(row.get(column)) for column in columns)
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
         first, answer = [*first, *answer[0]], ()
+    elif answer and are_messages(first):        # Nemotron's, whose answer is a text
+        first, answer = [*first, *pair('', as_text(answer[0]))[1:]], ()
     if answer:
-        prompt = '\n\n'.join(filter(None, map(as_text, (first, row.get('input'), row.get('context')))))
+        beside = [row.get(name) for name in ('input', 'context') if name not in columns]
+        prompt = '\n\n'.join(filter(None, map(as_text, (first, *beside))))
         history = from_json(row.get('history')) or []
         turns = history if isinstance(history, list) else [history]
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
@@ -93,15 +112,23 @@ def conversation(row, columns):
         turns = [*turns, (prompt, *answer)]
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
-        messages = [message_of(entry) for entry in entries or ()]
+        entries = in_turn(entries or []) if len(columns) == 1 else entries
+        messages = [message for entry in entries for message in messages_of(entry)]
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
-    system = as_text(row.get('system') or (row.get('system_prompt') if answer else ''))     # OpenOrca's
-    if system and messages and messages[0]['role'] != 'system':
-        messages.insert(0, {'role': 'system', 'content': system})
-    elif system and messages and messages[0]['content'] != system:
+    return with_system(messages, row), tools_of(row)
+
+
+def with_system(messages, row):
+    """Return messages with a row's system message before them, unless they begin with one. Raises DataError
+    where its column system has another; OpenOrca's system_prompt may differ."""
+    is_begun = messages and messages[0]['role'] == 'system'
+    system = as_text(row.get('system') or (None if is_begun else row.get('system_prompt')))
+    if is_begun and system and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
-    return messages, tools_of(row)
+    if not system or not messages or is_begun:
+        return messages
+    return [{'role': 'system', 'content': system}, *messages]
 
 
 def tools_of(row):
@@ -146,9 +173,13 @@ def from_json(value):
 def messages_in(value):
     """Return the messages that a text holds as JSON, as a text of CSV does; anything else as it is."""
     found = from_json(value)
-    entries = found if isinstance(found, list) and found else [None]
-    are_messages = all(isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in entries)
-    return found if are_messages else value
+    return found if are_messages(found) else value
+
+
+def are_messages(value):
+    """Return whether a value is a list of messages in OpenAI's form."""
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in value)
 
 
 def without_nulls(value):
@@ -156,6 +187,20 @@ def without_nulls(value):
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def in_turn(entries):
+    """Return the entries of a conversation; texts, as LIMA's, are the user's and the assistant's in turn."""
+    if all(isinstance(entry, str) for entry in entries):
+        return [{'role': role, 'content': text}
+                for role, text in zip(itertools.cycle(('user', 'assistant')), entries)]
+    return entries
+
+
+def messages_of(entry):
+    """Return the messages of an entry of a conversation: one, or two of a pair, as Capybara has them."""
+    columns = columns_of(entry) if isinstance(entry, dict) and not {'role', 'from'} & entry.keys() else ()
+    return conversation(entry, columns)[0] if len(columns) > 1 else [message_of(entry)]
 
 
 def message_of(entry):
@@ -254,7 +299,8 @@ class Examples:
         label = str(row.get('label')).lower()
         if label == 'false':
             return (), b'', {'notes': ['are left out, whose label is false']}, ''
-        if not self.template and isinstance(messages_in(row.get(self.columns[0])), list):
+        first = messages_in(row.get(self.columns[0]))
+        if not self.template and isinstance(first, list) and isinstance([*first, None][0], dict):
             raise DataError('its prompt is a list of messages, which --template=chat takes')
         document = self.document(*conversation(row, self.columns))
         if document and label not in ('true', 'none'):

@@ -409,13 +409,19 @@ def test_the_forms_of_messages_say_the_same():
     for row, columns, wanted in (
         ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
         ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
-        ({'system_prompt': 's', 'question': 'q', 'response': 'r'}, ['question', 'response'],   # OpenOrca's
-         [{'role': 'system', 'content': 's'}, *sft.pair('q', 'r')]),
+        ({'input': 'a', 'output': 'b', 'context': 'c'}, ['input', 'output'], sft.pair('a\n\nc', 'b')),
+        ({'question': 'a', 'response': 'b', 'system_prompt': 's'}, ['question', 'response'],    # OpenOrca's
+         [system, ask, answer]),
         ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
          [{'role': 'user', 'content': 'a\n\nc'}, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
+        ({'conversations': [system, *share], 'system_prompt': 'S'}, ['conversations'], [system, ask, answer]),
         ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
+        ({'conversations': ['a', 'b', 'a']}, ['conversations'], [ask, answer, ask]),    # LIMA's
+        ({'conversation': [{'input': 'a', 'output': 'b'}] * 2}, ['conversation'],       # Capybara's
+         [ask, answer] * 2),
+        ({'input': [system, ask], 'output': 'b'}, ['input', 'output'], [system, ask, answer]),  # Nemotron's
         ({'messages': share, 'tools': 'null'}, ['messages'], [ask, answer]),    # json.dumps of no tools
         ({'messages': [ask, answer | {'tool_calls': 'null'}]}, ['messages'], [ask, answer]),
         ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
@@ -457,6 +463,10 @@ def test_the_forms_of_messages_say_the_same():
     for kind in 'reasoning', 'thinking', 'image':
         with pytest.raises(DataError, match='parts that are no text'):
             sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
+    for first in [1], ['a']:      # P3's are tokens
+        with pytest.raises(DataError, match='is none of the messages of'):
+            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, ['inputs', 'targets']).of_row(
+                {'inputs': first, 'targets': first})
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
@@ -516,8 +526,11 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         assert sorted(found) == sorted(example(tokenizer, CHATML, chat)[0] for chat in wanted)
     for name, typed in (('typed', ['--text_column=instruction']), ('beside', [])):
         words = f'--data_files={tmp_path}/alpaca.json', '--tokenizer=byte', f'--data_dir={tmp_path}'
-        prepare_here(name, *words, *typed)
+        said = prepare_here(name, *words, *typed)
         assert not meta(tmp_path / f'{name}-byte')['template']
+        assert 'columns that are not used: ' in said
+    advice = re.search(r"'text' is read as plain text; (\S+) makes examples of instruction and out", said)[1]
+    assert 'examples of instruction and output' in prepare_here(name, *words, advice, '--overwrite')
 
 
 def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
@@ -527,6 +540,32 @@ def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
         said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
                             f'--data_dir={tmp_path}', '--num_workers=1')
         assert f'columns that are not used: {columns}\n' in said
+    # a message a row, as OpenAssistant's, is plain text: the line shows what it lacks
+    rows = [{'text': f'a {i}', 'role': 'prompter', 'parent_id': None} for i in range(30)]
+    path = written(tmp_path / 'trees.jsonl', rows)
+    said = prepare_here('trees', f'--data_files={path}', '--tokenizer=byte', f'--data_dir={tmp_path}')
+    assert 'columns that are not used: parent_id, role\n' in said
+
+
+def test_names_for_columns_are_said_with_the_tokenizer_of_a_base_model(tmp_path):
+    rows = written(tmp_path / 'a.jsonl', [{'article': f'a {i}', 'highlights': 'b'} for i in range(30)])
+    base = make_tokenizer(tmp_path / 'base')
+    code, said = refused_here('mine', f'--data_files={rows}', f'--tokenizer={base}')
+    assert code == 2 and 'article, highlights' in said and f'are to be called {sft.FORMS}' in said
+
+
+@pytest.mark.parametrize('columns', [       # of MetaMathQA, MATH, FLAN, AceReason, Firefly
+    ('query', 'response'), ('problem', 'solution'), ('inputs', 'targets'), ('input', 'output'),
+    ('input', 'target')])
+def test_the_names_of_well_known_datasets_make_examples(tmp_path, columns):
+    rows = [dict(zip(columns, (f'Add {i}.', f'{i} it is')), kind='sum') for i in range(30)]
+    said = prepare_here('mine', f'--data_files={written(tmp_path / "a.jsonl", rows)}', '--tokenizer=byte',
+                        f'--data_dir={tmp_path}')
+    assert 'columns that are not used: kind\n' in said
+    texts = [ByteTokenizer().decode(ids[:-1].tolist())
+             for split in ('train', 'val') for ids, _ in stored(tmp_path / 'mine-byte', split)]
+    assert sorted(texts) == sorted(sft.PLAIN.format(prompt=f'Add {i}.', completion=f'{i} it is')
+                                   for i in range(30))
 
 
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
