@@ -92,23 +92,25 @@ def continued(ids, turn=0):
     )
 
 
-def until_stop(tokens, cut=''):
-    """Yield the tokens before the first stop. cut: what is printed where there is no stop."""
+def until_stop(tokens, found):
+    """Yield the tokens before the first stop, which is put into the list `found`."""
     for token in tokens:
         if token in tokenizer.stops:
+            found.append(token)
             return
         yield token
-    print(cut, end='')
 
 
 def answer(ids, turn):
     """Print the answer to the ids of a chat, token by token, and return it. Ctrl-C ends it."""
-    cut, text = f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', ''
-    tokens = until_stop((token.item() for token in continued(ids, turn)), cut)
+    text, stop = '', []
+    tokens = until_stop((token.item() for token in continued(ids, turn)), stop)
     with contextlib.suppress(KeyboardInterrupt):
         for part in tokenizer.stream(tokens):
             print(shown(part), end='', flush=True)
             text += part
+        if not stop:
+            print(f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', end='')
     print()
     return text
 
@@ -145,6 +147,6 @@ else:
         rows = [*zip(*columns)] or [()] * num_samples
     for number, row in enumerate(rows, 1):
         print(f'--- {number}\n' * (num_samples > 1) + shown(prompt), end='', flush=True)
-        for part in tokenizer.stream(until_stop(row), ids):
+        for part in tokenizer.stream(until_stop(row, []), ids):
             print(shown(part), end='', flush=True)
         print()

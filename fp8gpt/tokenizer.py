@@ -223,10 +223,17 @@ class PretrainedTokenizer:
     def stream(self, ids, before=()):
         """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
         text that they continue; without them, Llama 2's first word loses its space."""
-        from tokenizers.decoders import DecodeStream
-        stream = DecodeStream([*before], skip_special_tokens=True)
+        # tokenizers' DecodeStream fails where bytes of a character are followed by no more of it
+        seen, begin, end = [*before], 0, len(before)    # seen[:end] is out; seen[begin:end], its last part
         for i in ids:
-            yield stream.step(self.library, i) or ''
+            seen.append(i)
+            text, part = self.decode(seen[begin:]), ''
+            if not text.endswith('\ufffd'):
+                part = text[len(self.decode(seen[begin:end])):]
+            if part:
+                begin, end = end, len(seen)
+            yield part
+        yield self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
 
     def save(self, folder):
         """Copy the tokenizer's files into a folder, with all stops as eos_token_id in generation_config.json.

@@ -156,6 +156,19 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
         assert pieces[0]
 
 
+def test_a_stream_holds_bytes_that_are_no_character(tmp_path):
+    path = tmp_path / 'made' / 'tokenizer.json'
+    known = json.loads(pathlib.Path(make_tokenizer(path.parent, prepends=True), path.name).read_text())
+    known['added_tokens'] = known['added_tokens'][:4]       # bytes are no special tokens in Llama 2
+    path.write_text(json.dumps(known))
+    one = get_tokenizer(str(path.parent))
+    euro, word = (one.encode(text).tolist() for text in ('\u20ac', 'a the'))
+    # the decoder takes bytes in a row together, so what is cut off changes what was whole
+    pieces = [*one.stream([*euro, euro[-3], *word, euro[-3]], word)]
+    assert ''.join(pieces) == ' \u20ac\ufffd\ufffd\ufffd a the\ufffd'
+    assert pieces[:4] == [' ', '', '', '\u20ac']
+
+
 def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
     def ends(folder):
         tokenizer = get_tokenizer(folder)
