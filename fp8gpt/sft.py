@@ -109,7 +109,7 @@ def conversation(row, columns):
         turns = history if isinstance(history, list) else [history]
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
             raise DataError('its history is no list of [prompt, answer]')
-        turns = [*turns, (prompt, *answer)]
+        turns = [*turns, (prompt, row.get(columns[1]))]     # a text of JSON, too, as it is
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
         entries = in_turn(entries or []) if len(columns) == 1 else entries

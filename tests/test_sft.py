@@ -440,7 +440,8 @@ def test_the_forms_of_messages_say_the_same():
     for row in halves, in_csv:
         with pytest.raises(DataError, match='--template=chat'):
             sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(row)
-    for text in '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}':    # of an answer
+    texts = '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}', in_csv['completion']
+    for text in texts:      # of an answer
         assert sft.conversation({'prompt': 'a', 'completion': text}, columns)[0] == sft.pair('a', text)
     for row, columns in ((full | {'system': 1}, alpaca), (
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
