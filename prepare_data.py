@@ -13,10 +13,10 @@
 A row of parquet, JSON or CSV is a document; a txt file is cut at each <|endoftext|>, at the first blank line
 past each 8 KiB (an eighth of a short text that is alone), and at line ends where 64 KiB have no blank line.
 The name of each kind may go on with .gz or .zst. What the tokenizer writes before a text stands before each
-document, or else EOT behind it. Rows with messages, or prompt and completion, or other columns of
-sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep their
-order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs twice is
-never in both splits.
+document, and EOT behind it, unless that is EOT. Rows with messages, or prompt and completion, or other
+columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep
+their order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs
+twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -405,8 +405,8 @@ class Texts:
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def of_row(self, row):
-        """Return a text's ids (n,) with the tokenizer's opening, or else EOT behind them; the bytes whose
-        hash decides the split; what meta.json counts beside its tokens; and ''. None where there is no text.
+        """Return a text's ids (n,) between the tokenizer's opening and closing; the bytes whose hash decides
+        the split; what meta.json counts beside its tokens; and ''. None where there is no text.
         Raises DataError for what is not text, MachineError where gigatoken is wrong."""
         text = row[self.columns[0]]
         if text in (None, ''):
@@ -427,9 +427,8 @@ class Texts:
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
-        opening = self.tokenizer.opening
-        marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
-        ids = np.concatenate([marks, ids] if opening else [ids, marks])
+        opening, closing = self.tokenizer.opening, self.tokenizer.closing
+        ids = np.concatenate([opening, ids, closing], dtype=ids.dtype, casting='unsafe')
         return ids, raw, {'bytes': len(raw), 'notes': notes}, ''
 
 
@@ -559,7 +558,7 @@ def settings_of(config, known, paths, source, tokenizer):
         'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
         'shard_tokens': config['shard_tokens'],
     }
-    if not tokenizer.opening:
+    if tokenizer.closing:
         settings['eot'] = 'behind each document'
     if split := shards.split_of(config):
         settings['split'] = split

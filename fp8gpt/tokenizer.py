@@ -8,8 +8,8 @@ files are copied to the shards and to the checkpoints, where get_tokenizer finds
 A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: its
 BOS, or EOT where it has none; `stops`: all ids that end a generation; `prefix`: the ids that tokenizer.json
 puts before any text; `opening`: the ids before a document to train on, which is `prefix`, of bytes and GPT-2
-EOT; where there are none, EOT follows a document. `pad`, `folder` and `chat_template`, or None; `encode`,
-`decode`, `stream`.
+EOT; `closing`: those behind it, EOT unless the next opening is a stop, so that a model learns where a text
+ends. `pad`, `folder` and `chat_template`, or None; `encode`, `decode`, `stream`.
 """
 import codecs
 import contextlib
@@ -66,7 +66,7 @@ class ByteTokenizer:
     vocab_size = 257
     eot = start = 256
     stops = opening = (256,)
-    prefix = ()
+    prefix = closing = ()
     folder = chat_template = pad = None
 
     def encode(self, text, special=False):
@@ -164,6 +164,7 @@ class PretrainedTokenizer:
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
         self._read_turns(ends, special)
+        self.closing = () if {*self.opening} & {*self.stops} else (self.eot,)
 
     def _read_ends(self, known):
         """Return the ids of BOS, one or none, and of EOS, those in `known`, and set `pad`. Raises DataError

@@ -136,15 +136,16 @@ def test_no_python_of_a_folder_is_run_or_asked_about(made, tmp_path, monkeypatch
 @pytest.mark.parametrize('made_of, opening', [
     ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
     ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
-def test_a_document_begins_as_the_tokenizer_begins_a_text(made_of, opening, small_gpt2, tmp_path):
+def test_a_document_begins_as_a_text_and_ends_by_eot(made_of, opening, small_gpt2, tmp_path):
     one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
     documents, folder = ['a b', 'a text', 'end'], str(tmp_path)
     rows = [prepare_data.Texts(one, 'text').of_row({'text': text})[0] for text in documents]
     for text, ids in zip(documents, rows):
-        assert ids.tolist() == [*opening, *one.encode(text), *([] if opening else [one.eot])]
+        ends = [] if opening == [one.eot] else [one.eot]
+        assert ids.tolist() == [*opening, *one.encode(text), *ends]
     if one.folder:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)('a b').input_ids
-        assert theirs[:len(rows[0]) - (not opening)] == [i for i in rows[0] if i != one.eot]
+        assert theirs[:len(rows[0]) - 1] == rows[0][:-1].tolist()
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
