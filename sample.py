@@ -115,6 +115,18 @@ def answer(ids, turn):
     return text
 
 
+def fitting(messages):
+    """Return the ids of a chat, with the header of an answer. The oldest questions and their answers, behind
+    the system message, are taken out of the list where they and an answer are more than the model reads."""
+    most, first = model.config.block_size, messages[0]['role'] == 'system'
+    room, before = most - min(max_new_tokens, most // 2), len(messages)
+    while len(ids := examples.prompt(messages)) > room and len(messages) > first + 1:
+        del messages[first:first + 2]
+    if left := (before - len(messages)) // 2:
+        print(f'# the model reads {most} tokens, so the oldest questions are left out from here on: {left}')
+    return ids.tolist()
+
+
 if chat and 'system' not in config.given:
     system = state['config'].get('system', '')
     if system:
@@ -134,8 +146,7 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
                     say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
                 line = input(marker)
             messages.append({'role': 'user', 'content': line})
-            ids = examples.prompt(messages).tolist()
-            messages.append({'role': 'assistant', 'content': answer(ids, turn)})
+            messages.append({'role': 'assistant', 'content': answer(fitting(messages), turn)})
             line = input(marker)
 else:
     opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening

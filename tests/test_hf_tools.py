@@ -218,6 +218,15 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
     assert chatted(path, turns[1:], f'--prompt={turns[0]}') == wanted
 
 
+def test_a_chat_beyond_the_models_length_loses_its_oldest_questions(folder, chatted):
+    system, lines = {'role': 'system', 'content': 'Be brief.'}, ['2 ' * 30 + '?', '3 ' * 30 + '?', '4 ' * 100]
+    asked = [{'role': 'user', 'content': line.strip()} for line in lines]
+    _, text = answered(folder, folder, [system, asked[2]])
+    said = chatted(folder, [line.strip() for line in lines], '--system=Be brief.')
+    told = f'# the model reads {LONGEST} tokens, so the oldest questions are left out from here on: '
+    assert said.endswith(f'{told}2\n{shown(text)}{CUT}') and said.count(told) == 1
+
+
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     found, _ = answered(folder, folder, [{'role': 'user', 'content': 'Go!'}])
     shutil.copytree(folder, tmp_path / 'ends')
