@@ -313,12 +313,14 @@ class Examples:
         their UTF-8 bytes, and `notes`: what is to be said of the row.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
-        same split. Raises DataError for messages that cannot be used."""
+        same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
         if not any(map(is_target, messages)):
             return None
         ids, mask, n_bytes, notes = self._chat(messages, tools) if self.template else self._plain(messages)
         mask[0] = START     # no target: in a window, another example stands before it
-        questions = json.dumps([each for each in messages if each['role'] != 'assistant'], default=str)
+        asked = [each for each in messages if each['role'] != 'assistant']
+        is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
+        questions = json.dumps(asked if is_asked else messages, default=str)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system

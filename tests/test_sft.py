@@ -513,6 +513,15 @@ def test_prompts_and_completions_are_prepared(tmp_path):
     assert meta(folder)['template'] == sft.PLAIN
 
 
+def test_texts_that_answer_no_question_are_split_by_themselves(tmp_path):
+    path = written(tmp_path / 'a.jsonl', [{'prompt': ' ', 'completion': f'tale {i % 30}'} for i in range(60)])
+    prepare_here('mine', f'--data_files={path}', '--tokenizer=byte', '--val_fraction=0.3',
+                 f'--data_dir={tmp_path}')
+    train, val = ({ids.tobytes() for ids, _ in stored(tmp_path / 'mine-byte', split)}
+                  for split in ('train', 'val'))
+    assert len(train) + len(val) == 30 and len(val) > 2 and not train & val
+
+
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):
     """Known by their columns, even beside a text where a template is asked for; else a text beside them is
     text, and so is a typed column."""
