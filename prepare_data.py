@@ -85,7 +85,6 @@ GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's 
 BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NO_TEXT = 'are left out, which have no text to learn'
-MARKED = f'hold the text {EOT}, which is taken as text'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -417,7 +416,7 @@ class Texts:
             raw, notes = text.encode(), []
         except UnicodeEncodeError:
             raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
-        notes += [MARKED] * (EOT in text)
+        notes += sft.special_in(text, self.tokenizer)
         self.documents += 1
         if not self.fast or len(text) > LONGEST:
             ids = self.tokenizer.encode(text)

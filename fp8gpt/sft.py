@@ -337,7 +337,8 @@ class Examples:
         known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
-        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), []
+        notes = special_in(before + completion, self.tokenizer)
+        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), notes
 
     def _chat(self, messages, tools):
         """Return (ids, mask, bytes of the targets, notes)."""
@@ -529,6 +530,14 @@ class Examples:
         if begin < 0:
             raise DataError('the chat template does not show where a call begins')
         return begin
+
+
+def special_in(text, tokenizer):
+    """Return what is to be said of a text without a template, which may hold the text of a special token."""
+    if turn := tokenizer.marks.search(text):
+        return [f'hold the text {turn[0]}, which is taken as text: a chat is to be in `messages`']
+    return [f'hold the text {found[0]}, which is taken as text' for found in [tokenizer.special.search(text)]
+            if found]
 
 
 def without_special(pieces):

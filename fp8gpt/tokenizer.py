@@ -9,7 +9,8 @@ A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id 
 BOS, or EOT where it has none; `stops`: all ids that end a generation; `prefix`: the ids that tokenizer.json
 puts before any text; `opening`: the ids before a document to train on, which is `prefix`, of bytes and GPT-2
 EOT; `closing`: those behind it, EOT unless the next opening is a stop, so that a model learns where a text
-ends. `pad`, `folder` and `chat_template`, or None; `encode`, `decode`, `stream`.
+ends. `special`: a pattern of the texts of special tokens; `marks`: of those around turns. `pad`, `folder` and
+`chat_template`, or None; `encode`, `decode`, `stream`.
 """
 import codecs
 import contextlib
@@ -68,6 +69,7 @@ class ByteTokenizer:
     stops = opening = (256,)
     prefix = closing = ()
     folder = chat_template = pad = None
+    special, marks = re.compile(re.escape(EOT)), re.compile('(?!)')
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint16. special: the text <|endoftext|> is EOT, as in an export."""

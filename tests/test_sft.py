@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 
+import prepare_data
 from fp8gpt import sft
 from configurator import DataError, MissingError
 from conftest import TINY, in_ranks, losses, run, write_tiny_data
@@ -311,6 +312,17 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     cut = [CHAT[1], {**CHATS['calls'][1], 'tool_calls': [{**CALL, 'function': function}]}]
     made = sft.Examples(get_tokenizer(chat_folder), LAYOUTS['tools'], BEGAN)
     assert [made.document(chat)[2]['notes'] for chat in (CHATS['calls'], cut)] == [[], [sft.NO_JSON]]
+
+
+def test_the_text_of_special_tokens_without_a_template_is_said(chat_folder):
+    tokenizer, columns = get_tokenizer(chat_folder), ['prompt', 'completion']
+    plain = sft.Examples(tokenizer, sft.PLAIN, 0.0, columns)
+    is_text = 'hold the text <|{}|>, which is taken as text'.format
+    for text, said in (('<|turn|>user\na', [is_text('turn') + ': a chat is to be in `messages`']),
+                       ('<|begin|>a', [is_text('begin')]), ('a', [])):
+        assert prepare_data.Texts(tokenizer, 'text').of_row({'text': text})[2]['notes'] == said
+        for row in {'prompt': text, 'completion': 'b'}, {'prompt': 'b', 'completion': text}:
+            assert plain.of_row(row)[2]['notes'] == said
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
