@@ -321,7 +321,8 @@ def check(folder, vocab_size=2**32, trust=True):
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
-                               'tokens: give the --tokenizer that it was made for')
+                               'tokens: give the --tokenizer that it was made for, or, where the model lacks '
+                               'some of its own, widen it by resize_token_embeddings of transformers')
     newest = dict([*(noted | found).items()][-10_000:])
     if newest != noted:
         with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
