@@ -131,6 +131,9 @@ if chat and 'system' not in config.given:
     system = state['config'].get('system', '')
     if system:
         print(f'# --system={shown(system)!r}: the most frequent of the training chats')
+if chat and state['config'].get('is_plain'):
+    say('# its examples were learned without the chat template, as '
+        r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them")
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
     examples = sft.Examples(tokenizer, tokenizer.chat_template, time.time())

@@ -227,6 +227,15 @@ def test_a_chat_beyond_the_models_length_loses_its_oldest_questions(folder, chat
     assert said.endswith(f'{told}2\n{shown(text)}{CUT}') and said.count(told) == 1
 
 
+def test_a_chat_with_what_learned_pairs_without_the_template_says_so(folder, chatted, tmp_path):
+    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(40)]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    run('train.py', *RUN, f'--init_from={folder}', f'--dataset={tmp_path}/a.jsonl', f'--data_dir={tmp_path}',
+        f'--checkpoint_dir={tmp_path}/c')
+    told = r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them"
+    assert chatted(tmp_path / 'c' / 'latest.pt', ['Go!']).partition('\n')[0].endswith(told)
+
+
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     found, _ = answered(folder, folder, [{'role': 'user', 'content': 'Go!'}])
     shutil.copytree(folder, tmp_path / 'ends')
