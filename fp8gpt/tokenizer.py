@@ -185,15 +185,17 @@ class PretrainedTokenizer:
         return _ids(known, bos), ends
 
     def _read_turns(self, ends, special):
-        """Set `stops`: EOS and the token that the chat template writes after an answer, which may be another;
-        and `marks`, a pattern of these and of all tokens that it writes around turns. These become special:
-        DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a base model."""
+        """Set `stops`: EOS and the token that the chat template writes after an answer, `turn_end`, which may
+        be another; and `marks`, a pattern of these and of all tokens that it writes around turns. These
+        become special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a
+        base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
         added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
         if end := _any_of(added).search(text.rpartition('Here.')[2]):
             ends = [*ends, self.library.token_to_id(end[0])]
+        self.turn_end = ends[-1] if end else self.eot
         self.stops = tuple(dict.fromkeys(ends))
         around = {*_any_of(added).findall(text), *map(self.library.id_to_token, ends)}
         around -= {'<think>', '</think>'}
