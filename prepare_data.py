@@ -13,10 +13,10 @@
 A row of parquet, JSON or CSV is a document; a txt file is cut at each <|endoftext|>, at the first blank line
 past each 8 KiB (an eighth of a short text that is alone), and at line ends where 64 KiB have no blank line.
 The name of each kind may go on with .gz or .zst. What the tokenizer writes before a text stands before each
-document, or else EOT behind it. Rows with messages, or prompt and completion, or other columns of
-sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep their
-order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs twice is
-never in both splits.
+document, and EOT behind it, unless that is EOT. Rows with messages, or prompt and completion, or other
+columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep
+their order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs
+twice is never in both splits.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -85,7 +85,6 @@ GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's 
 BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
 BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
 NO_TEXT = 'are left out, which have no text to learn'
-MARKED = f'hold the text {EOT}, which is taken as text'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
@@ -405,8 +404,8 @@ class Texts:
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
 
     def of_row(self, row):
-        """Return a text's ids (n,) with the tokenizer's opening, or else EOT behind them; the bytes whose
-        hash decides the split; what meta.json counts beside its tokens; and ''. None where there is no text.
+        """Return a text's ids (n,) between the tokenizer's opening and closing; the bytes whose hash decides
+        the split; what meta.json counts beside its tokens; and ''. None where there is no text.
         Raises DataError for what is not text, MachineError where gigatoken is wrong."""
         text = row[self.columns[0]]
         if text in (None, ''):
@@ -417,7 +416,7 @@ class Texts:
             raw, notes = text.encode(), []
         except UnicodeEncodeError:
             raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
-        notes += [MARKED] * (EOT in text)
+        notes += sft.special_in(text, self.tokenizer)
         self.documents += 1
         if not self.fast or len(text) > LONGEST:
             ids = self.tokenizer.encode(text)
@@ -427,9 +426,8 @@ class Texts:
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
-        opening = self.tokenizer.opening
-        marks = np.array(opening or [self.tokenizer.eot], ids.dtype)
-        ids = np.concatenate([marks, ids] if opening else [ids, marks])
+        opening, closing = self.tokenizer.opening, self.tokenizer.closing
+        ids = np.concatenate([opening, ids, closing], dtype=ids.dtype, casting='unsafe')
         return ids, raw, {'bytes': len(raw), 'notes': notes}, ''
 
 
@@ -559,7 +557,7 @@ def settings_of(config, known, paths, source, tokenizer):
         'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
         'shard_tokens': config['shard_tokens'],
     }
-    if not tokenizer.opening:
+    if tokenizer.closing:
         settings['eot'] = 'behind each document'
     if split := shards.split_of(config):
         settings['split'] = split

@@ -92,31 +92,48 @@ def continued(ids, turn=0):
     )
 
 
-def until_stop(tokens, cut=''):
-    """Yield the tokens before the first stop. cut: what is printed where there is no stop."""
+def until_stop(tokens, found):
+    """Yield the tokens before the first stop, which is put into the list `found`."""
     for token in tokens:
         if token in tokenizer.stops:
+            found.append(token)
             return
         yield token
-    print(cut, end='')
 
 
 def answer(ids, turn):
     """Print the answer to the ids of a chat, token by token, and return it. Ctrl-C ends it."""
-    cut, text = f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', ''
-    tokens = until_stop((token.item() for token in continued(ids, turn)), cut)
+    text, stop = '', []
+    tokens = until_stop((token.item() for token in continued(ids, turn)), stop)
     with contextlib.suppress(KeyboardInterrupt):
         for part in tokenizer.stream(tokens):
             print(shown(part), end='', flush=True)
             text += part
+        if not stop:
+            print(f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', end='')
     print()
     return text
+
+
+def fitting(messages):
+    """Return the ids of a chat, with the header of an answer. The oldest questions and their answers, behind
+    the system message, are taken out of the list where they and an answer are more than the model reads."""
+    most, first = model.config.block_size, messages[0]['role'] == 'system'
+    room, before = most - min(max_new_tokens, most // 2), len(messages)
+    while len(ids := examples.prompt(messages)) > room and len(messages) > first + 1:
+        del messages[first:first + 2]
+    if left := (before - len(messages)) // 2:
+        print(f'# the model reads {most} tokens, so the oldest questions are left out from here on: {left}')
+    return ids.tolist()
 
 
 if chat and 'system' not in config.given:
     system = state['config'].get('system', '')
     if system:
         print(f'# --system={shown(system)!r}: the most frequent of the training chats')
+if chat and state['config'].get('is_plain'):
+    say('# its examples were learned without the chat template, as '
+        r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them")
 if chat:        # the user's turns are the prompt, where there is one, and the lines of the input
     from fp8gpt import sft
     examples = sft.Examples(tokenizer, tokenizer.chat_template, time.time())
@@ -132,8 +149,7 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
                     say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
                 line = input(marker)
             messages.append({'role': 'user', 'content': line})
-            ids = examples.prompt(messages).tolist()
-            messages.append({'role': 'assistant', 'content': answer(ids, turn)})
+            messages.append({'role': 'assistant', 'content': answer(fitting(messages), turn)})
             line = input(marker)
 else:
     opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening
@@ -145,6 +161,6 @@ else:
         rows = [*zip(*columns)] or [()] * num_samples
     for number, row in enumerate(rows, 1):
         print(f'--- {number}\n' * (num_samples > 1) + shown(prompt), end='', flush=True)
-        for part in tokenizer.stream(until_stop(row), ids):
+        for part in tokenizer.stream(until_stop(row, []), ids):
             print(shown(part), end='', flush=True)
         print()

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from configurator import DataError, SettingError
+from configurator import DataError, SettingError, say_once
 from fp8gpt.distributed import whole
 from fp8gpt.hf_families import parts_of
+from fp8gpt.tokenizer import get_tokenizer
 from model import Linear
 
 
@@ -159,8 +160,20 @@ def start(model, run):
         base = os.path.abspath(base)
     about = {**dataclasses.asdict(spec), 'base': base, 'seed': run.config['seed'],
              'fingerprint': fingerprint(model)}
+    if run.of_examples and run.tokenizer.startswith('sha256:'):
+        say_untrained(model, run)
     add(model, spec, about['seed'])
     return about
+
+
+def say_untrained(model, run):
+    """Say that the token that ends an answer has an embedding of zeros, as those of Llama 3's base model have
+    that its chats end by: adapters do not train it."""
+    tokenizer = get_tokenizer(run.tokenizer, run.folder)
+    end = tokenizer.eot if run.config['is_plain'] else tokenizer.turn_end
+    if whole(model.wte.weight.detach())[end].abs().max() < 1e-16:       # Llama 3's are not quite 0
+        say_once(f'WARNING: {tokenizer.library.id_to_token(end)} ends an answer, but the model never learned '
+                 'it, and adapters do not train it: start from an instruct model, or without --lora_rank')
 
 
 def add_saved(model, state):

@@ -85,7 +85,8 @@ class Run:
         if data_required:       # reads each shard
             contents = once_a_node(shards.check, folder, model_config.vocab_size)
         block_size = window(config, model_config, before)
-        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''))
+        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''),
+                      is_plain=meta.get('template') == sft.PLAIN)
         config['run_name'] = name_of_run(config)
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,

@@ -109,7 +109,7 @@ def conversation(row, columns):
         turns = history if isinstance(history, list) else [history]
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
             raise DataError('its history is no list of [prompt, answer]')
-        turns = [*turns, (prompt, *answer)]
+        turns = [*turns, (prompt, row.get(columns[1]))]     # a text of JSON, too, as it is
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
         entries = in_turn(entries or []) if len(columns) == 1 else entries
@@ -313,12 +313,14 @@ class Examples:
         their UTF-8 bytes, and `notes`: what is to be said of the row.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
-        same split. Raises DataError for messages that cannot be used."""
+        same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
         if not any(map(is_target, messages)):
             return None
         ids, mask, n_bytes, notes = self._chat(messages, tools) if self.template else self._plain(messages)
         mask[0] = START     # no target: in a window, another example stands before it
-        questions = json.dumps([each for each in messages if each['role'] != 'assistant'], default=str)
+        asked = [each for each in messages if each['role'] != 'assistant']
+        is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
+        questions = json.dumps(asked if is_asked else messages, default=str)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
@@ -335,7 +337,8 @@ class Examples:
         known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
-        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), []
+        notes = special_in(before + completion, self.tokenizer)
+        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), notes
 
     def _chat(self, messages, tools):
         """Return (ids, mask, bytes of the targets, notes)."""
@@ -527,6 +530,14 @@ class Examples:
         if begin < 0:
             raise DataError('the chat template does not show where a call begins')
         return begin
+
+
+def special_in(text, tokenizer):
+    """Return what is to be said of a text without a template, which may hold the text of a special token."""
+    if turn := tokenizer.marks.search(text):
+        return [f'hold the text {turn[0]}, which is taken as text: a chat is to be in `messages`']
+    return [f'hold the text {found[0]}, which is taken as text' for found in [tokenizer.special.search(text)]
+            if found]
 
 
 def without_special(pieces):

@@ -4,7 +4,7 @@ A shard is llm.c's: 256 little-endian int32 (magic, version, token count), then 
 with version 1 holds uint16, 20240801 with version 7 holds uint32. A dataset is a folder of train_*.bin and
 val_*.bin; in names by others, words may stand before these: fineweb_val_000000.bin. Its meta.json holds
 tokenizer, counts and checksums. A document begins with what the tokenizer writes before a text, of bytes and
-GPT-2 EOT; of tokenizers that write nothing, EOT follows it.
+GPT-2 EOT; of other tokenizers, EOT follows it.
 
 Shards of examples for fine-tuning have a mask each, train_000000_mask.bin beside train_000000.bin: the same
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
@@ -321,7 +321,8 @@ def check(folder, vocab_size=2**32, trust=True):
             raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
         if largest >= vocab_size:
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
-                               'tokens: give the --tokenizer that it was made for')
+                               'tokens: give the --tokenizer that it was made for, or, where the model lacks '
+                               'some of its own, widen it by resize_token_embeddings of transformers')
     newest = dict([*(noted | found).items()][-10_000:])
     if newest != noted:
         with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time

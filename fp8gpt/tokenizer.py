@@ -8,8 +8,9 @@ files are copied to the shards and to the checkpoints, where get_tokenizer finds
 A tokenizer has `name`: its identity; `vocab_size`, EOT included; `eot`: the id that ends a text; `start`: its
 BOS, or EOT where it has none; `stops`: all ids that end a generation; `prefix`: the ids that tokenizer.json
 puts before any text; `opening`: the ids before a document to train on, which is `prefix`, of bytes and GPT-2
-EOT; where there are none, EOT follows a document. `pad`, `folder` and `chat_template`, or None; `encode`,
-`decode`, `stream`.
+EOT; `closing`: those behind it, EOT unless the next opening is a stop, so that a model learns where a text
+ends. `special`: a pattern of the texts of special tokens; `marks`: of those around turns. `pad`, `folder` and
+`chat_template`, or None; `encode`, `decode`, `stream`.
 """
 import codecs
 import contextlib
@@ -66,8 +67,9 @@ class ByteTokenizer:
     vocab_size = 257
     eot = start = 256
     stops = opening = (256,)
-    prefix = ()
+    prefix = closing = ()
     folder = chat_template = pad = None
+    special, marks = re.compile(re.escape(EOT)), re.compile('(?!)')
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint16. special: the text <|endoftext|> is EOT, as in an export."""
@@ -164,6 +166,7 @@ class PretrainedTokenizer:
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
         self._read_turns(ends, special)
+        self.closing = () if {*self.opening} & {*self.stops} else (self.eot,)
 
     def _read_ends(self, known):
         """Return the ids of BOS, one or none, and of EOS, those in `known`, and set `pad`. Raises DataError
@@ -182,15 +185,17 @@ class PretrainedTokenizer:
         return _ids(known, bos), ends
 
     def _read_turns(self, ends, special):
-        """Set `stops`: EOS and the token that the chat template writes after an answer, which may be another;
-        and `marks`, a pattern of these and of all tokens that it writes around turns. These become special:
-        DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a base model."""
+        """Set `stops`: EOS and the token that the chat template writes after an answer, `turn_end`, which may
+        be another; and `marks`, a pattern of these and of all tokens that it writes around turns. These
+        become special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a
+        base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
             text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
         added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
         if end := _any_of(added).search(text.rpartition('Here.')[2]):
             ends = [*ends, self.library.token_to_id(end[0])]
+        self.turn_end = ends[-1] if end else self.eot
         self.stops = tuple(dict.fromkeys(ends))
         around = {*_any_of(added).findall(text), *map(self.library.id_to_token, ends)}
         around -= {'<think>', '</think>'}
@@ -223,10 +228,17 @@ class PretrainedTokenizer:
     def stream(self, ids, before=()):
         """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
         text that they continue; without them, Llama 2's first word loses its space."""
-        from tokenizers.decoders import DecodeStream
-        stream = DecodeStream([*before], skip_special_tokens=True)
+        # tokenizers' DecodeStream fails where bytes of a character are followed by no more of it
+        seen, begin, end = [*before], 0, len(before)    # seen[:end] is out; seen[begin:end], its last part
         for i in ids:
-            yield stream.step(self.library, i) or ''
+            seen.append(i)
+            text, part = self.decode(seen[begin:]), ''
+            if not text.endswith('\ufffd'):
+                part = text[len(self.decode(seen[begin:end])):]
+            if part:
+                begin, end = end, len(seen)
+            yield part
+        yield self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
 
     def save(self, folder):
         """Copy the tokenizer's files into a folder, with all stops as eos_token_id in generation_config.json.

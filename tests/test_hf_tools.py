@@ -121,7 +121,7 @@ def test_a_prompt_goes_on_as_in_transformers(made_of, here, tmp_path):
     found = model.generate(ids, do_sample=False, max_new_tokens=3)[0]
     config = {'eos_token_id': [END, int(found[-1])]}
     (tmp_path / 'generation_config.json').write_text(json.dumps(config))
-    said = shown(theirs.decode(found[:-1], skip_special_tokens=True).rstrip('\ufffd'))
+    said = shown(theirs.decode(found[:-1], skip_special_tokens=True))
     words = 'sample.py', f'--ckpt={tmp_path}', f'--prompt={prompt}', *GREEDY
     one, two = (here(*words, f'--num_samples={n}').partition('\n')[2] for n in (1, 2))
     assert (one, two) == (said, f'--- 1\n{said}--- 2\n{said}')
@@ -216,6 +216,24 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
             wanted += shown(text) + CUT
         assert chatted(path, turns, f'--system={system}') == wanted
     assert chatted(path, turns[1:], f'--prompt={turns[0]}') == wanted
+
+
+def test_a_chat_beyond_the_models_length_loses_its_oldest_questions(folder, chatted):
+    system, lines = {'role': 'system', 'content': 'Be brief.'}, ['2 ' * 30 + '?', '3 ' * 30 + '?', '4 ' * 100]
+    asked = [{'role': 'user', 'content': line.strip()} for line in lines]
+    _, text = answered(folder, folder, [system, asked[2]])
+    said = chatted(folder, [line.strip() for line in lines], '--system=Be brief.')
+    told = f'# the model reads {LONGEST} tokens, so the oldest questions are left out from here on: '
+    assert said.endswith(f'{told}2\n{shown(text)}{CUT}') and said.count(told) == 1
+
+
+def test_a_chat_with_what_learned_pairs_without_the_template_says_so(folder, chatted, tmp_path):
+    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(40)]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    run('train.py', *RUN, f'--init_from={folder}', f'--dataset={tmp_path}/a.jsonl', f'--data_dir={tmp_path}',
+        f'--checkpoint_dir={tmp_path}/c')
+    told = r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them"
+    assert chatted(tmp_path / 'c' / 'latest.pt', ['Go!']).partition('\n')[0].endswith(told)
 
 
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):

@@ -17,6 +17,7 @@ from conftest import in_ranks, losses, records, refused, run
 from fp8_models import extra_tensors, on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
+from tokenizers_made import CHATML, END, END_OF_TURN, make_tokenizer
 from model import GPT, GPTConfig, Linear
 from fp8gpt.optim import make_optimizer, set_rate
 
@@ -291,8 +292,23 @@ def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):
         ('owner/name', 'a model', 'owner/name'),
     ):
         settings = {'lora_rank': 2, 'lora_alpha': 16.0, 'lora_targets': 'all', 'init_from': name, 'seed': 0}
-        a_run = types.SimpleNamespace(resumed=None, config=settings, source=source)
+        a_run = types.SimpleNamespace(resumed=None, config=settings, source=source, of_examples=False)
         assert lora.start(GPT(GPT2), a_run)['base'] == wanted
+
+
+def test_an_end_that_was_never_trained_is_said(tmp_path, capsys):
+    folder = make_tokenizer(tmp_path, chat_template=CHATML)
+    settings = {'lora_rank': 2, 'lora_alpha': 16.0, 'lora_targets': 'all', 'init_from': 'gpt2', 'seed': 0}
+    a_run = types.SimpleNamespace(resumed=None, source=None, of_examples=True, folder=folder,
+                                  tokenizer=get_tokenizer(folder).name)
+    for zeros, is_plain, said in ((END_OF_TURN, False, '<|end_of_turn|> ends an answer'), (END, False, ''),
+                                  (END_OF_TURN, True, ''), (END, True, '<|end|> ends an answer')):
+        model = GPT(dataclasses.replace(GPT2, vocab_size=600))
+        a_run.config = settings | {'is_plain': is_plain}
+        model.wte.weight.data[zeros] = 1e-24
+        lora.start(model, a_run)
+        out = capsys.readouterr().out
+        assert said in out and bool(out) == bool(said)
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 
+import prepare_data
 from fp8gpt import sft
 from configurator import DataError, MissingError
 from conftest import TINY, in_ranks, losses, run, write_tiny_data
@@ -313,6 +314,17 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     assert [made.document(chat)[2]['notes'] for chat in (CHATS['calls'], cut)] == [[], [sft.NO_JSON]]
 
 
+def test_the_text_of_special_tokens_without_a_template_is_said(chat_folder):
+    tokenizer, columns = get_tokenizer(chat_folder), ['prompt', 'completion']
+    plain = sft.Examples(tokenizer, sft.PLAIN, 0.0, columns)
+    is_text = 'hold the text <|{}|>, which is taken as text'.format
+    for text, said in (('<|turn|>user\na', [is_text('turn') + ': a chat is to be in `messages`']),
+                       ('<|begin|>a', [is_text('begin')]), ('a', [])):
+        assert prepare_data.Texts(tokenizer, 'text').of_row({'text': text})[2]['notes'] == said
+        for row in {'prompt': text, 'completion': 'b'}, {'prompt': 'b', 'completion': text}:
+            assert plain.of_row(row)[2]['notes'] == said
+
+
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     bare = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     ids, mask = example(get_tokenizer(chat_folder), bare, CHAT[1:3])
@@ -440,7 +452,8 @@ def test_the_forms_of_messages_say_the_same():
     for row in halves, in_csv:
         with pytest.raises(DataError, match='--template=chat'):
             sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(row)
-    for text in '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}':    # of an answer
+    texts = '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}', in_csv['completion']
+    for text in texts:      # of an answer
         assert sft.conversation({'prompt': 'a', 'completion': text}, columns)[0] == sft.pair('a', text)
     for row, columns in ((full | {'system': 1}, alpaca), (
             {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
@@ -510,6 +523,15 @@ def test_prompts_and_completions_are_prepared(tmp_path):
     assert not set(prompts['train']) & set(prompts['val'])
     assert len(prompts['train'] + prompts['val']) == len(rows)
     assert meta(folder)['template'] == sft.PLAIN
+
+
+def test_texts_that_answer_no_question_are_split_by_themselves(tmp_path):
+    path = written(tmp_path / 'a.jsonl', [{'prompt': ' ', 'completion': f'tale {i % 30}'} for i in range(60)])
+    prepare_here('mine', f'--data_files={path}', '--tokenizer=byte', '--val_fraction=0.3',
+                 f'--data_dir={tmp_path}')
+    train, val = ({ids.tobytes() for ids, _ in stored(tmp_path / 'mine-byte', split)}
+                  for split in ('train', 'val'))
+    assert len(train) + len(val) == 30 and len(val) > 2 and not train & val
 
 
 def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder):

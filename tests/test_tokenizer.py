@@ -136,15 +136,16 @@ def test_no_python_of_a_folder_is_run_or_asked_about(made, tmp_path, monkeypatch
 @pytest.mark.parametrize('made_of, opening', [
     ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
     ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
-def test_a_document_begins_as_the_tokenizer_begins_a_text(made_of, opening, small_gpt2, tmp_path):
+def test_a_document_begins_as_a_text_and_ends_by_eot(made_of, opening, small_gpt2, tmp_path):
     one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
     documents, folder = ['a b', 'a text', 'end'], str(tmp_path)
     rows = [prepare_data.Texts(one, 'text').of_row({'text': text})[0] for text in documents]
     for text, ids in zip(documents, rows):
-        assert ids.tolist() == [*opening, *one.encode(text), *([] if opening else [one.eot])]
+        ends = [] if opening == [one.eot] else [one.eot]
+        assert ids.tolist() == [*opening, *one.encode(text), *ends]
     if one.folder:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)('a b').input_ids
-        assert theirs[:len(rows[0]) - (not opening)] == [i for i in rows[0] if i != one.eot]
+        assert theirs[:len(rows[0]) - 1] == rows[0][:-1].tolist()
 
 
 def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
@@ -154,6 +155,19 @@ def test_a_stream_is_the_whole_text_piece_by_piece(made, small_gpt2):
         assert ''.join(pieces) == 'ab größe \U0001f642 end'
         assert len(pieces) >= len(ids)
         assert pieces[0]
+
+
+def test_a_stream_holds_bytes_that_are_no_character(tmp_path):
+    path = tmp_path / 'made' / 'tokenizer.json'
+    known = json.loads(pathlib.Path(make_tokenizer(path.parent, prepends=True), path.name).read_text())
+    known['added_tokens'] = known['added_tokens'][:4]       # bytes are no special tokens in Llama 2
+    path.write_text(json.dumps(known))
+    one = get_tokenizer(str(path.parent))
+    euro, word = (one.encode(text).tolist() for text in ('\u20ac', 'a the'))
+    # the decoder takes bytes in a row together, so what is cut off changes what was whole
+    pieces = [*one.stream([*euro, euro[-3], *word, euro[-3]], word)]
+    assert ''.join(pieces) == ' \u20ac\ufffd\ufffd\ufffd a the\ufffd'
+    assert pieces[:4] == [' ', '', '', '\u20ac']
 
 
 def test_bos_and_eos_are_tokenizer_configs_or_else_generation_configs(tmp_path):
