@@ -114,7 +114,8 @@ def find_files(patterns):
     for path in paths:
         if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
-                               'follow (all of a folder: folder/*.txt)')
+                               'follow (all of a folder: folder/*.txt). Rename other text to .txt, JSON '
+                               'lines to .jsonl; save the text of other formats')
     return list(paths)
 
 

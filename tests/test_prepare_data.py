@@ -664,7 +664,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
     (f'{MINE}asked.jsonl --template=plain', 1, ['of which 5 can be used, with 1 different questions']),
     (f'stdlib {BYTES} --encoding=latin-1', 2, ['--encoding is of --data_files']),
-    (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet']),
+    (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet', 'Rename other text to .txt']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
     (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),
     (f'{MINE}good.jsonl --template=plain', 2, ['is for prompts and completions, or messages']),
