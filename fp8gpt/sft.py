@@ -534,10 +534,12 @@ class Examples:
 
 def special_in(text, tokenizer):
     """Return what is to be said of a text without a template, which may hold the text of a special token."""
-    if turn := tokenizer.marks.search(text):
-        return [f'hold the text {turn[0]}, which is taken as text: a chat is to be in `messages`']
-    return [f'hold the text {found[0]}, which is taken as text' for found in [tokenizer.special.search(text)]
-            if found]
+    found = tokenizer.special.search(text)
+    if not found:
+        return []
+    turn = tokenizer.marks.search(text)
+    remedy = ': a chat is to be in `messages`' * bool(turn)
+    return [f'hold the text {(turn or found)[0]}, which is taken as text{remedy}']
 
 
 def without_special(pieces):
