@@ -404,9 +404,12 @@ def config_values(path):
         if not isinstance(values, dict) or not all(
                 isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
             raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-    for theirs, ours in ALIASES.items():
-        if {theirs, ours} <= values.keys() and theirs not in TRANSLATED:
-            raise SettingError(f'{path}: {theirs} and {ours} are one setting: leave one of them out')
+    names = {}
+    for name in values.keys() - TRANSLATED.keys():      # those may ask for nothing
+        other = names.setdefault(ALIASES.get(name, name), name)
+        if other != name:
+            both = ' and '.join(sorted((name, other)))
+            raise SettingError(f'{path}: {both} are one setting: leave one of them out')
     return values
 
 

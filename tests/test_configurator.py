@@ -115,6 +115,7 @@ IN_FILES = [
     ('x.yaml', 'null: 1', 'flat list'),
     ('x.yaml', 'rate: 1\nsteps: 2\nrate: 3', 'rate stands there twice'),
     ('x.yaml', 'learning_rate: 1\nmax_lr: 2', 'x.yaml: learning_rate and max_lr are one setting'),
+    ('x.yaml', 'total_steps: 1\nmax_iters: 2', 'x.yaml: max_iters and total_steps are one setting'),
     ('x.py', 'max_lr = 1\nlearning_rate = 2', 'x.py: learning_rate and max_lr are one setting'),
     ('x.yaml', '- 1\n- 2', 'flat list'),
     ('x.yaml', 'name: {first: 1}', 'flat list'),
