@@ -50,6 +50,7 @@ import collections
 import concurrent.futures
 import contextlib
 import csv
+import gc
 import hashlib
 import itertools
 import json
@@ -64,7 +65,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from glob import escape, glob
 from os.path import basename, dirname, exists, getsize, join, splitext
 
@@ -371,6 +371,7 @@ def find_stdlib():
 def fetch(path, known):
     """Store at `path` the file at the URL of a row of DATASETS. Raises DataError where it cannot be fetched,
     or does not have the row's SHA-256."""
+    import urllib.request       # takes longer than most imports, and few runs want it
     with stated(f'could not download {known["url"]}; go online, or give the file as --data_files (to '
                 'make, as DATA_FILES)'):
         with urllib.request.urlopen(known['url'], timeout=60) as answer:
@@ -384,7 +385,7 @@ def fetch(path, known):
 
 class Texts:
     """Make documents of texts, with GPT-2's ids by gigatoken where it is installed. Its vocabulary is made
-    from tiktoken's; each process compares its first 100 documents, and every CHECKED-th, with tiktoken's."""
+    from tiktoken's; each process compares its first 20 documents, and every CHECKED-th, with tiktoken's."""
 
     def __init__(self, tokenizer, column):
         self.tokenizer, self.columns = tokenizer, [column]
@@ -398,8 +399,8 @@ class Texts:
             print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
             return
         with tempfile.NamedTemporaryFile() as file:
-            file.writelines(b'%b %d\n' % (base64.b64encode(tokenizer.decode_bytes([i])), i)
-                            for i in range(tokenizer.eot))
+            words = tokenizer.encoding.decode_tokens_bytes(range(tokenizer.eot))
+            file.writelines(b'%b %d\n' % (base64.b64encode(word), i) for i, word in enumerate(words))
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
         print('tokenized by gigatoken, checked against tiktoken', flush=True)
@@ -423,7 +424,7 @@ class Texts:
             ids = self.tokenizer.encode(text)
         else:
             ids = self.fast.encode(raw).astype(np.uint16)
-            is_checked = self.documents <= 100 or self.documents % CHECKED == 0
+            is_checked = self.documents <= 20 or self.documents % CHECKED == 0
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
@@ -468,7 +469,8 @@ def encoded(rows, encoder, count):
     Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
     at most. Raises the DataError that ends the rows, MachineError where a worker was killed."""
     global _encoder
-    _encoder = encoder      # forked processes share the vocabulary's memory
+    _encoder = encoder      # forked processes share the vocabulary's memory,
+    gc.freeze()             # which the collector has no need to walk through
     pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context('fork'), start_worker)
     pool.submit(os.getpid)  # forks all of them, before a library that reads rows starts threads
     queue = collections.deque()
