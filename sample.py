@@ -57,6 +57,8 @@ without_effect = {'repetition_penalty': 1, 'min_p': 0, 'typical_p': 1, 'no_repea
 for name, value in without_effect.items():
     if found.get(name, value) not in (None, value):
         say(f'# {name}={found[name]} of generation_config.json is not built')
+if found.get('do_sample') is False:     # transformers then reads no temperature
+    found['temperature'] = 0
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:

@@ -149,6 +149,9 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
     for name in 'repetition_penalty=1.1', 'min_p=0.1':
         assert f'# {name} of generation_config.json is not built' in said
     assert 'num_beams' not in said
+    change_config(tmp_path / 'odd', 'generation_config', do_sample=False)
+    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
+    assert '# --temperature=0, by generation_config.json\n' in said
     change_config(tmp_path / 'odd', 'generation_config', top_p='much')
     code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
     assert code == 2 and line == ('generation_config.json (flags count before it): '
