@@ -51,6 +51,8 @@ import typing
 
 if sys.version_info < (3, 10):
     sys.exit(f'error: Python 3.10 or newer is wanted; this is {sys.version.split()[0]}')
+if sys.platform == 'win32':     # it has no fork and not all of the signals
+    sys.exit('error: Linux is wanted, and Windows has it as WSL: `wsl --install`, then the same in its shell')
 
 # Names from other systems -> our names.
 ALIASES = {

@@ -446,3 +446,13 @@ def test_errors_of_libraries_are_one_line():
     for error, code in ((fp8_linear.OptionError, 2), (fp8_linear.DeviceError, 1),
                         (configurator.MachineError, 1)):
         assert error_line(error('so')) == ('so', code)
+
+
+@pytest.mark.parametrize('change, line', [
+    ("sys.platform = 'win32'", 'error: Linux is wanted, and Windows has it as WSL'),
+    ('sys.version_info = 3, 9', 'error: Python 3.10 or newer is wanted')])
+def test_other_systems_are_refused_in_a_line(change, line):
+    done = subprocess.run([sys.executable, '-c', f'import sys; {change}; import configurator'], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, '') and done.stderr.startswith(line)
+    assert done.stderr.count('\n') == 1
