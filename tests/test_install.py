@@ -58,3 +58,15 @@ def test_fp8_for_a_model_of_ones_own(tmp_path):
                           text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f'{tmp_path}/model.py FP8 Training Enabled: 2 of 2 linears, ')
+
+
+def test_requirements_have_versions_for_the_oldest_python(tmp_path):
+    wanted = [line.split('#')[0].strip() for line in (ROOT / 'requirements.txt').read_text().splitlines()]
+    packages = [line for line in wanted if not line.startswith('torch>')]   # gigabytes, if pip has to look
+    assert len(packages) == len(wanted) - 1
+    pip = '-m pip install -q --dry-run --no-deps --only-binary=:all: --python-version=3.10'
+    done = subprocess.run([sys.executable, *pip.split(), '--target', str(tmp_path), *packages],
+                          text=True, capture_output=True, timeout=240)
+    if 'from versions: none' in done.stderr:
+        pytest.skip('no index of packages answers')
+    assert done.returncode == 0, done.stderr
