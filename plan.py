@@ -508,9 +508,12 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    gpu = asked.gpu or here or find_gpu('h100')
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ''
+    found = asked.gpu or find_gpu(here)
+    gpu = found or find_gpu('h100')
     run, lines, columns, epoch, unknown = settled(asked.config), [], {}, 0, ''
+    if here and not found:
+        lines.append(f'          no data sheet of {here}, which is here: --gpu names another than {gpu.name}')
     config, size = run.config, run.batch_size
     searched = not size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'

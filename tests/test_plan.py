@@ -348,6 +348,15 @@ def test_without_fp8_units_or_a_dataset(tmp_path, said):
     assert 'A100 80GB has no FP8 units' in out
 
 
+def test_a_gpu_without_a_data_sheet_is_named(monkeypatch, said):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *_: 'NVIDIA A10G')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda *_: (8, 6))
+    monkeypatch.setattr(plan, 'kept_bytes', lambda *_, **options: 0)     # which asks torch for CUDA
+    for flag, named in ('', True), ('--gpu=h100', False):
+        assert ('no data sheet of NVIDIA A10G, which is here' in said(f'--max_steps=1 {flag}')) == named
+
+
 def test_what_no_row_describes_is_refused(monkeypatch):
     """Of a recipe or an optimizer that the training scripts have and plan.py has not."""
     monkeypatch.delitem(plan.BLOCK_KERNELS, 'rowwise')
