@@ -101,10 +101,12 @@ OPTIMIZER_FLOPS = {'adamw': lambda model: 0, 'adamw8bit': lambda model: 0, 'muon
 
 
 class OnGpu(TorchFunctionMode):
-    """Hides from model.py that fake tensors are on a CPU, whose linears may compute in fp32."""
+    """Hides from model.py that fake tensors are on a CPU, whose linears may compute in fp32, and gives them
+    the address 0, as torch warns of those without one."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return False if func == torch.Tensor.is_cpu.__get__ else func(*args, **(kwargs or {}))
+        hidden = func in (torch.Tensor.is_cpu.__get__, torch.Tensor.data_ptr)
+        return 0 if hidden else func(*args, **(kwargs or {}))
 
 
 def new_model(config, adapters, param_dtype, choice=fp8.OFF):

@@ -2,6 +2,7 @@
 import json
 import re
 import types
+import warnings
 
 import pytest
 import torch
@@ -346,6 +347,18 @@ def test_without_fp8_units_or_a_dataset(tmp_path, said):
     out = said(f'--num_epochs=2 --data_dir={tmp_path} --gpu=a100 --usd_per_gpu_hour=2 --compile=off')
     assert 'length unknown: no shards in' in out and 'the run, hours' not in out
     assert 'A100 80GB has no FP8 units' in out
+
+
+def test_torch_has_nothing_to_warn_of():
+    """It does once a process, of the addresses of weights that are cast once a step."""
+    plan.kept_bytes.cache_clear()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            assert planned('--gradient_accumulation_steps=4').fp8.memory['activations']
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_a_gpu_without_a_data_sheet_is_named(monkeypatch, said):
