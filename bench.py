@@ -18,6 +18,7 @@ from configurator import (
     say)
 
 WARMUP = 3      # steps that are not timed: they compile
+NO_OTHER_END = '--max_tokens=0', '--num_epochs=0', '--max_hours=0'      # of a run: all take as many steps
 STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
 MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis in ('backend', 'recipe')}
@@ -147,7 +148,7 @@ def bench_steps(arguments, words):
     weights in bf16 and in FP8."""
     run, precisions = settled_as(words)
     choice, steps = precisions['FP8'][0], WARMUP + arguments.steps
-    words = [*words, f'--max_steps={steps}', '--max_hours=0', '--log_freq=1', '--sample_freq=0',
+    words = [*words, f'--max_steps={steps}', *NO_OTHER_END, '--log_freq=1', '--sample_freq=0',
              '--hellaswag_items=0', f'--eval_tokens={run.batch_size * run.config["block_size"]}',
              f'--checkpoint_freq={steps}', '--keep_checkpoints=1']
     row, times = {'backend': choice.backend, 'recipe': choice.recipe}, {}
@@ -274,8 +275,7 @@ def bench_quality(arguments, words):
              f'{config["fp8_backend"]}-{config["fp8_recipe"]}': words}
     found = []
     for label, its_words in cases.items():
-        # under max_hours the two would take other numbers of steps
-        its_words = ['--keep_checkpoints=1', *its_words, f'--max_steps={arguments.steps}', '--max_hours=0']
+        its_words = ['--keep_checkpoints=1', *its_words, f'--max_steps={arguments.steps}', *NO_OTHER_END]
         found.append([whole_run((*its_words, f'--seed={seed}'), os.path.join(out, f'{label}-{seed}'))
                       for seed in range(1337, 1337 + arguments.seeds)])
     losses = [[run.last_val for run in runs] for runs in found]

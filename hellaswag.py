@@ -143,6 +143,7 @@ def evaluate(model, tokenizer, path, device, rank=0, world_size=1, batch_size=16
     values = np.stack([sums, sums / n_bytes, sums / n_tokens], 1).reshape(-1, 4, 3)
     labels = np.array([label for _, _, label in items])
     right = (values.argmax(1) == labels[:, None]).mean(0)       # (3,)
+    right[np.isnan(values).any((0, 1))] = math.nan      # of which argmax takes the first for the largest
     cut = sum(len(tokens) > longest for tokens, _ in whole)
     note = f'{cut:,} contexts with an ending are longer than block_size: cut on the left' if cut else ''
     return {**dict(zip(FIGURES, right.tolist())), 'items': len(items), 'note': note}

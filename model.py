@@ -638,6 +638,9 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def pick(logits, temperature, top_k, top_p, generators):
     """Return the next tokens, (B, 1), of logits (B, vocab_size), by a generator a row; see generate."""
+    if not logits.max().isfinite():     # CUDA would end the process in an assertion of multinomial's
+        raise SettingError('the model computes NaN or infinity, as one does whose training diverged: take an '
+                           'earlier checkpoint')
     if temperature < 1e-30:     # the quotients would be infinite
         return logits.argmax(-1, keepdim=True)
     logits, ids = logits / temperature, None
@@ -657,7 +660,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     temperature 0 takes the likeliest token; top_k > 0 draws among the k likeliest, top_p < 1 among the fewest
     that hold p of the probability (Holtzman et al. 2020). Row i draws by seed + i, as a single row with that
     seed does. Rows that reach one of `stops` repeat the first of these, and generation ends with the last
-    row. Past block_size, the window moves on by half a block."""
+    row. Past block_size, the window moves on by half a block. Raises SettingError for logits of NaN."""
     c, most, past = gpt.config, gpt.config.block_size, 0
     seen = tokens = idx[:, -most:]
     length = min(most, seen.shape[1] + max_new_tokens)

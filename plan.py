@@ -101,10 +101,12 @@ OPTIMIZER_FLOPS = {'adamw': lambda model: 0, 'adamw8bit': lambda model: 0, 'muon
 
 
 class OnGpu(TorchFunctionMode):
-    """Hides from model.py that fake tensors are on a CPU, whose linears may compute in fp32."""
+    """Hides from model.py that fake tensors are on a CPU, whose linears may compute in fp32, and gives them
+    the address 0, as torch warns of those without one."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return False if func == torch.Tensor.is_cpu.__get__ else func(*args, **(kwargs or {}))
+        hidden = func in (torch.Tensor.is_cpu.__get__, torch.Tensor.data_ptr)
+        return 0 if hidden else func(*args, **(kwargs or {}))
 
 
 def new_model(config, adapters, param_dtype, choice=fp8.OFF):
@@ -508,9 +510,12 @@ def settled(config):
 def main(words):
     """Print the plan of a command line. Raises SettingError, MachineError."""
     asked = plan_arguments(words)
-    here = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    gpu = asked.gpu or here or find_gpu('h100')
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ''
+    found = asked.gpu or find_gpu(here)
+    gpu = found or find_gpu('h100')
     run, lines, columns, epoch, unknown = settled(asked.config), [], {}, 0, ''
+    if here and not found:
+        lines.append(f'          no data sheet of {here}, which is here: --gpu names another than {gpu.name}')
     config, size = run.config, run.batch_size
     searched = not size
     title = 'FP8' if gpu.fp8 and config['use_fp8'] and config['fp8_backend'] != 'off' else 'bf16'

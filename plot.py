@@ -145,7 +145,8 @@ def plot_gap(result, out):
 
 def last_gradient(ckpt):
     """Return the magnitudes, but for zeros, of the gradient of the last block's output in a checkpoint's
-    model, of 8 windows of its run's validation text. Raises SettingError for another model."""
+    model, of 8 windows of its run's validation text. Raises SettingError for another model, and where that is
+    nothing finite."""
     state, _ = pretrained.opened(ckpt)
     if not state['config']:
         raise SettingError(f'{ckpt} is not of a run: name a checkpoint, whose text this reads')
@@ -154,7 +155,10 @@ def last_gradient(ckpt):
     data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
     x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
     model(x, y).backward()
-    return seen[0][seen[0] > 0]
+    gradient = seen[0][(seen[0] > 0) & seen[0].isfinite()]
+    if not len(gradient):
+        raise SettingError(f'{ckpt}: its gradient is 0 or not finite: name an earlier checkpoint')
+    return gradient
 
 
 def plot_formats(ckpt, out):

@@ -306,7 +306,7 @@ while step < last_step:
     tokens_seen += length.tokens_per_step
     clock.steps += 1
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
-    with clock.paused():
+    with clock.paused(wait=False):
         log.after_step()
 
     # ----------------------------------------------------------------------------------- the step is done

@@ -33,8 +33,8 @@ class Ranks:
 
 def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
-    cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, and for several ranks
-    on MPS; SettingError for an environment that torchrun has not made."""
+    cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, for more ranks than
+    GPUs, and for several on MPS; SettingError for an environment that torchrun has not made."""
     place = {name: os.environ.get(name, '0') for name in ('RANK', 'LOCAL_RANK')}
     place['WORLD_SIZE'] = os.environ.get('WORLD_SIZE', '1')
     numbers = [int(number) if number.isdecimal() else -1 for number in place.values()]
@@ -54,6 +54,9 @@ def init(device='auto'):
         raise MachineError('device=mps trains in a single process: leave torchrun out')
     backend = 'gloo'
     if device == 'cuda':
+        if local_rank >= (gpus := torch.cuda.device_count()):
+            raise MachineError(f'LOCAL_RANK={local_rank}, but torch sees {gpus} GPUs here, a rank each: '
+                               f'torchrun --nproc_per_node={gpus}')
         device = f'cuda:{local_rank}'
         torch.cuda.set_device(device)
         backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU

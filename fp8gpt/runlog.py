@@ -384,7 +384,11 @@ class Clock:
         self.since, self.waited, self.steps = time.perf_counter(), self.loader.waited, 0
 
     @contextlib.contextmanager
-    def paused(self):
+    def paused(self, wait=True):
+        """Return a context that does not count. wait: for the device, so that what the steps before have left
+        it to do counts as theirs."""
+        if wait and str(self.loader.device) != 'cpu':
+            torch.accelerator.synchronize()
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start

@@ -28,7 +28,7 @@ def result(tmp_path, name):
 
 @pytest.mark.slow
 def test_pair_and_lora_are_runs_of_train_fp8(tiny, tmp_path):
-    words = [*tiny, '--steps=2', f'--results={tmp_path}']
+    words = [*tiny, '--steps=2', '--max_tokens=512', f'--results={tmp_path}']     # of two steps, not five
     out = run('bench.py', 'pair', *words, '--recipes=delayed', '--backends=native,te').stdout
     native, te = result(tmp_path, 'pair-flags')['rows']
     assert 'done: ' in out and 'tensorwise' not in native['recipe']
@@ -136,7 +136,7 @@ def test_pair_says_what_the_logs_say_of_the_steps_after_the_first(scripts, tiny,
 def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     ran, ends = scripts
     words = ['quality', *tiny, '--steps=20', '--seeds=2', '--eval_freq=5', f'--out={tmp_path}/runs',
-             f'--results={tmp_path}']
+             f'--results={tmp_path}', '--max_tokens=512', '--num_epochs=1']
     with pytest.raises(MachineError, match='bf16 only: there is no CUDA GPU'):
         bench.main(words)
     assert ran == []
@@ -153,8 +153,8 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert [*row['curve'].values()][-1] == [row['gap, %'], row['95%']]
     assert [*row['curve']] == ['0', '2560', '5120', '7680', '10240']      # as plot.py reads them
     assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
-    assert {(run['max_steps'], run['eval_freq'], run['max_hours'], run['keep_checkpoints'])
-            for run in ran} == {(20, 5, 0, 1)}
+    settings = 'max_steps', 'eval_freq', 'max_hours', 'max_tokens', 'num_epochs', 'keep_checkpoints'
+    assert {tuple(run[name] for name in settings) for run in ran} == {(20, 5, 0, 0, 0, 1)}
 
     bench.whole_run.cache_clear()
     ends |= {('native', 1337): 2.24, ('native', 1338): 2.8}

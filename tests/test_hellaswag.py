@@ -2,6 +2,7 @@
 tokens. (test_model.py holds the model to transformers' GPT-2.)"""
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -94,6 +95,14 @@ def test_batch_sizes_and_order_change_nothing_and_shapes_are_few(bytes_model, tm
     hook.remove()
     assert set(shapes) == {(17, 128), (17, 256)}     # full, whatever is left over
     assert evaluate(PATH, limit=10) == evaluate(written(tmp_path / 'ten.jsonl', ITEMS[:10]))
+
+
+def test_a_model_whose_scores_are_nan_has_no_accuracy():
+    """NaN would be the largest score, and the first ending right as often as by chance."""
+    broken = noisy(BYTES)
+    torch.nn.init.constant_(broken.ln_f.weight, math.nan)
+    result = hellaswag.evaluate(broken, ByteTokenizer(), str(PATH), 'cpu')
+    assert all(math.isnan(result[figure]) for figure in hellaswag.FIGURES)
 
 
 def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):

@@ -1,6 +1,8 @@
 """The model by hand and by its properties; test_hf.py holds it against transformers."""
 import dataclasses
 import functools
+import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_file
 from model import GPT, PRESETS, GPTConfig, Linear, generate, pick, rope_tables
+from configurator import SettingError
 from conftest import run
 from helpers import compiled, peak_bytes, relative, same_tensors, with_noise
 
@@ -101,6 +104,10 @@ def test_top_k_and_top_p_draw_from_the_right_tokens():
         wanted = torch.as_tensor(wanted) / sum(wanted)
         assert drawn(**how) == pytest.approx(wanted.tolist(), abs=0.03), how
     assert drawn(top_p=1e-9) == drawn(temperature=0) == drawn(temperature=1e-45) == [1, 0, 0, 0, 0]
+    for bad, temperature in itertools.product((math.nan, math.inf), (0.0, 1.0)):
+        p[1] = bad
+        with pytest.raises(SettingError, match='the model computes NaN or infinity'):
+            drawn(temperature)
 
 
 def test_generation_stops_when_every_row_has_ended():

@@ -2,6 +2,7 @@
 import json
 import re
 import types
+import warnings
 
 import pytest
 import torch
@@ -348,6 +349,27 @@ def test_without_fp8_units_or_a_dataset(tmp_path, said):
     assert 'A100 80GB has no FP8 units' in out
 
 
+def test_torch_has_nothing_to_warn_of():
+    """It does once a process, of the addresses of weights that are cast once a step."""
+    plan.kept_bytes.cache_clear()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            assert planned('--gradient_accumulation_steps=4').fp8.memory['activations']
+    finally:
+        torch.set_warn_always(False)
+
+
+def test_a_gpu_without_a_data_sheet_is_named(monkeypatch, said):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *_: 'NVIDIA A10G')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda *_: (8, 6))
+    monkeypatch.setattr(plan, 'kept_bytes', lambda *_, **options: 0)     # which asks torch for CUDA
+    for flag, named in ('', True), ('--gpu=h100', False):
+        assert ('no data sheet of NVIDIA A10G, which is here' in said(f'--max_steps=1 {flag}')) == named
+
+
 def test_what_no_row_describes_is_refused(monkeypatch):
     """Of a recipe or an optimizer that the training scripts have and plan.py has not."""
     monkeypatch.delitem(plan.BLOCK_KERNELS, 'rowwise')
@@ -365,6 +387,6 @@ def test_names_of_gpus():
         'NVIDIA A100-SXM4-40GB': 'A100 40GB', 'A100': 'A100 80GB', 'rtx4090': 'RTX 4090', 'NVIDIA L4': 'L4',
         'NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition': 'RTX PRO 6000 Max-Q', 'NVIDIA GB300': None,
         'NVIDIA H20-3e': None, 'NVIDIA GeForce RTX 5090 D': None, 'Quadro RTX 6000': None, 'Tesla T4': None,
-        'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'h1000': None}
+        'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'h1000': None, 'NVIDIA H100 80GB HBM3 MIG 1g.10gb': None}
     assert {name: getattr(find_gpu(name), 'name', None) for name in names} == names
     assert find_gpu('H100').memory == pytest.approx(85.5, abs=0.05)     # the driver's, not the data sheet's

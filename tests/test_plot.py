@@ -5,6 +5,7 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
 
 from conftest import ROOT, refused
 from fp8gpt.runlog import RunCurves
@@ -125,6 +126,14 @@ def test_formats(tmp_path, here, one_run):
     assert float(scale) * float(amax) == pytest.approx(57344, rel=(1 + digits)**2 - 1)
     assert float(largest) == pytest.approx(57344, rel=digits) and '0.0% become 0' in out
     assert (tmp_path / 'formats.png').read_bytes()[:4] == PNG
+
+
+def test_formats_of_a_run_that_has_diverged(tmp_path, one_run):
+    state = torch.load(one_run('train.py')[0] / 'latest.pt', weights_only=True)
+    state['weights']['ln_f.weight'].data.zero_()
+    torch.save(state, tmp_path / 'zero.pt')
+    said = f'{tmp_path}/zero.pt: its gradient is 0 or not finite: name an earlier checkpoint'
+    assert refused('plot.py', 'formats', tmp_path / 'zero.pt') == (2, said)
 
 
 def test_lr(tmp_path, here):

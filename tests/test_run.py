@@ -262,6 +262,15 @@ def test_an_environment_that_torchrun_has_not_made_is_refused(monkeypatch):
             distributed.init('cpu')
 
 
+def test_more_ranks_than_gpus(monkeypatch):
+    start_two_ranks(monkeypatch)
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    with pytest.raises(MachineError, match='torch sees 1 GPUs here, .*: torchrun --nproc_per_node=1'):
+        distributed.init()
+
+
 def test_where_a_macs_gpu_is_used(monkeypatch):
     with pytest.raises(MachineError, match='device=mps, but torch sees no MPS GPU here; --device=cpu trains'):
         distributed.init('mps')

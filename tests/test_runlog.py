@@ -226,13 +226,26 @@ def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
 def test_the_clock_counts_steps_and_no_pauses(monkeypatch):
     seconds = iter([0, 1, 101, 106, 106])
     monkeypatch.setattr(runlog.time, 'perf_counter', lambda: next(seconds))
-    loader = types.SimpleNamespace(waited=10.0)
+    loader = types.SimpleNamespace(waited=10.0, device='cpu')
     clock = runlog.Clock(loader)
     with clock.paused():
         loader.waited += 1.5
     clock.steps += 3
     found = clock.read(tokens_per_step=500)
     assert found == {'dt_ms': 2000, 'tokens_per_sec': 250, 'data_wait': 0.25}
+
+
+def test_what_a_pause_waits_for_belongs_to_the_steps_before(monkeypatch):
+    """A GPU works behind its host, which would wait for it in an evaluation or a save."""
+    now = [0.0]
+    monkeypatch.setattr(runlog.time, 'perf_counter', lambda: now[0])
+    monkeypatch.setattr(torch.accelerator, 'synchronize', lambda: now.append(now.pop() + 4))
+    clock = runlog.Clock(types.SimpleNamespace(waited=0.0, device=torch.device('cuda:0')))
+    clock.steps += 2
+    for wait in False, True:
+        with clock.paused(wait):
+            now.append(now.pop() + 100)
+    assert clock.read(tokens_per_step=500)['dt_ms'] == 2000
 
 
 def test_rank_0_shows_a_bar_on_a_terminal(monkeypatch, capsys):
