@@ -106,8 +106,7 @@ def settled_as(words):
 def matrix(arguments):
     """Yield (the columns that flags name, as {'recipe': 'rowwise'}, the words with these settings) for each
     combination."""
-    asked = {axis: getattr(arguments, f'{axis}s', '') for axis in AXES}
-    values = {axis: text.split(',') for axis, text in asked.items() if text}
+    values = {axis: text.split(',') for axis in AXES if (text := getattr(arguments, f'{axis}s', ''))}
     for combination in itertools.product(*values.values()):
         columns = dict(zip(values, combination))
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
@@ -289,7 +288,7 @@ def bench_quality(arguments, words):
     row |= {'gap, %': gap, '95%': interval}
     row['training loss gap, %'] = compare(*([run.last_train for run in runs] for runs in found))[0]
     if all(run.hellaswag for run in itertools.chain(*found)):
-        bf16, eight = (statistics.fmean(run.hellaswag[max(run.hellaswag)] for run in runs) for runs in found)
+        bf16, eight = (statistics.fmean(run.last_hellaswag for run in runs) for runs in found)
         row['HellaSwag gap, points'] = 100 * (eight - bf16)
     yield row | {'verdict': loss_verdict(gap, interval, arguments.seeds)}
 

@@ -63,7 +63,7 @@ def finish_figure(figure, out):
 
 def say_run(run, ended, first):
     """Print how a runlog.RunCurves ended, and which settings are not those of the first run."""
-    accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
+    accuracy = f', HellaSwag acc_norm {run.last_hellaswag:.4f}' if run.hellaswag else ''
     say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
     config, first = (each.header['config'] for each in (run, first))
     unlike = [f'{name}={value}' for name, value in config.items()
