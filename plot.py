@@ -11,21 +11,25 @@ import sys
 from configurator import Parser, SettingError, configure, one_line_errors, say
 
 
+COMMANDS = {
+    'loss': 'draw the losses of runs',
+    'gap': "draw FP8's validation loss minus bf16's, over several seeds",
+    'formats': 'draw a gradient before and after its scale, beside FP8 numbers',
+    'lr': "draw the learning-rate schedule of train_fp8.py's config file and flags",
+}
+
+
 def plot_arguments(words):
     """Return the command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
-    loss = parser.add_command('loss', 'draw the losses of runs')
+    commands = {name: parser.add_command(name, what) for name, what in COMMANDS.items()}
+    for name, command in commands.items():
+        command.add_argument('--out', default=f'runs/{name}.png', help='the PNG to write')
+    loss = commands['loss']
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    gap = parser.add_command('gap', "draw FP8's validation loss minus bf16's, over several seeds")
-    gap.add_argument('result', help='a JSON of `bench.py quality`')
-    gap.add_argument('--out', default='runs/gap.png', help='the PNG to write')
-    formats = parser.add_command('formats', 'draw a gradient before and after its scale, beside FP8 numbers')
-    formats.add_argument('ckpt', help='a checkpoint of a run whose shards are here')
-    formats.add_argument('--out', default='runs/formats.png', help='the PNG to write')
-    lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
-    lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
+    commands['gap'].add_argument('result', help='a JSON of `bench.py quality`')
+    commands['formats'].add_argument('ckpt', help='a checkpoint of a run whose shards are here')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
