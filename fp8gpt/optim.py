@@ -84,8 +84,9 @@ class Schedule:
     @property
     def step_to_keep(self):
         """Return the last step before the decay of wsd, from which a longer run can go on; 0 for others."""
-        is_wsd = self.lr_schedule == 'wsd'
-        return int(self.decay_start + 1e-6) if is_wsd else 0    # 45, not 44.99999999999999
+        if self.lr_schedule != 'wsd':
+            return 0
+        return int(self.decay_start + 1e-6)     # 45, not 44.99999999999999
 
     @property
     def decay_start(self):
