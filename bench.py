@@ -162,13 +162,6 @@ def bench_steps(arguments, words):
 
 # ------------------------------------------------------------------------------------------------------- gemm
 
-def release_memory():
-    """Free what an earlier model took, and what torch.compile made for it."""
-    gc.collect()
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-
-
 def forward_backward(linear, x, dy):
     """Pass x (B, T, in_features) forward and dy (B, T, out_features) backward, and drop the gradients."""
     linear(x).backward(dy)
@@ -182,7 +175,9 @@ def bench_gemm(arguments, words):
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     B, T = run.batch_size, run.window_config.block_size
     for name, K, N in run.window_config.linears()[:4]:
-        release_memory()
+        gc.collect()        # frees what an earlier linear took, and what torch.compile made for it
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
         row, runs = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}, {}
         x, dy = (torch.randn(B, T, width, dtype=run.compute_dtype, device=run.device) for width in (K, N))
         x.requires_grad_()
