@@ -105,8 +105,11 @@ class Run:
     @property
     def measured_on(self):
         """Return what the validation loss is of."""
-        val = {file: about for file, about in self.data.items() if 'val_' in file}
-        return {'val': val, **{name: self.config[name] for name in ('block_size', 'eval_tokens')}}
+        return {
+            'val': {file: about for file, about in self.data.items() if 'val_' in file},
+            'block_size': self.config['block_size'],
+            'eval_tokens': self.config['eval_tokens'],
+        }
 
     @property
     def changes(self):
