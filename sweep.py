@@ -207,9 +207,7 @@ def main(words):
     if asked.dry_run:
         say(*(f'{number}  {point.folder}' for number, point in enumerate(found)))
         return
-    chosen, failed = found, []
-    if asked.point >= 0:
-        chosen = found[asked.point:asked.point + 1]
+    failed, chosen = [], found[asked.point:][:1] if asked.point >= 0 else found
     if not chosen:
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
     signal.signal(signal.SIGTERM, signal.default_int_handler)
