@@ -485,12 +485,13 @@ def _flag(name, words, known):
 class Config(dict):
     """The settings of a run: a script's defaults, over them a checkpoint's, those of config files, flags.
 
-    layers: [config files, flags]; one that changes a name of a group replaces the group. given: the names
-    that these set. inherited: {name: value} of the checkpoint. stem: the last config file's name without
-    ending, or ''."""
+    layers: [config files, flags]; one that changes a name of a group replaces the group. typed: the flags.
+    given: the names that the layers set. inherited: {name: value} of the checkpoint. chosen: the names that
+    have more than a default. stem: the last config file's name without ending, or ''."""
 
     def __init__(self, script, layers, stem='', inherited=None):
         self.script, self.layers, self.stem, self.inherited = script, layers, stem, inherited or {}
+        self.typed = layers[-1]
         self.defaults = {name: setting.default for name, setting in script.settings.items()}
         self.given = set()
         super().__init__(self.defaults | self.inherited)
@@ -510,6 +511,10 @@ class Config(dict):
         inherited = {name: _typed(settings[name], value, place, name)
                      for name, value in saved.items() if name in settings and name not in never}
         return Config(self.script, self.layers, self.stem, inherited)
+
+    @property
+    def chosen(self):
+        return self.given | self.inherited.keys()
 
     @property
     def changes(self):
