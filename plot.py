@@ -47,6 +47,7 @@ import matplotlib
 import torch
 
 matplotlib.use('Agg')
+matplotlib.rcParams['figure.constrained_layout.use'] = True
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, pretrained, runlog
@@ -88,8 +89,7 @@ def plot_loss(directories, out, json_out):
     """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
     given, its numbers with what produced them."""
     runs = [runlog.RunCurves(directory) for directory in directories]
-    figure, (losses, distances) = plt.subplots(
-        2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
+    figure, (losses, distances) = plt.subplots(2, figsize=(8, 7), height_ratios=(3, 1), sharex=True)
     found, first = {}, runs[0]
     for number, run in enumerate(runs):
         ended = f': validation loss {run.last_val:.4f} at step {max(run.val)}' if run.val else ''
@@ -136,7 +136,7 @@ def plot_gap(result, out):
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '
                            'bench.py quality CONFIG --seeds=5 writes them') from None
-    figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 3))
     axes.axhline(0, color='black', linewidth=1)
     for label, millions, gap, low, high in curves:
         [line] = axes.plot(millions, gap, marker='o', markersize=4, label=label)
@@ -166,7 +166,7 @@ def plot_formats(ckpt, out):
     scale, and every number of e4m3 and e5m2 below."""
     gradient = last_gradient(ckpt)
     scale = torch.finfo(E5M2).max / gradient.max()
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 3.6))
     for label, values in ('as it is', gradient), (f'times its scale, {scale:.3g}', gradient * scale):
         lost = (values.to(E5M2) == 0).float().mean()
         say(f'the gradient {label}: amax {values.max():.3g}, {lost:.1%} become 0 in e5m2')
@@ -202,7 +202,7 @@ def plot_lr(config, out):
         title, color = f'MISTAKE: {error}', 'red'
     steps = sorted({(length.last_step - 1) * i // 1999 for i in range(2000)})
     rates = [*map(schedule.rate, steps)]
-    figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 4))
     axes.plot(steps, rates, color=color)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
     axes.set_title(title, wrap=True, fontsize=10, color=color)
