@@ -131,7 +131,7 @@ def gain(times, least=1.0):
 def whole_run(words, folder):
     """Train and return the run's runlog.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
-    command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
+    command = [sys.executable, f'{HERE}/train_fp8.py', *words]
     done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
         raise MachineError('train_fp8.py failed: its own message says why')
@@ -308,7 +308,7 @@ def new_pages():
     """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
     tables: GLOB -->` stands above the table of the results that GLOB names."""
     def table(match):
-        rows = [row for path in sorted(glob.glob(os.path.join(HERE, match[2])))
+        rows = [row for path in sorted(glob.glob(f'{HERE}/{match[2]}'))
                 for row in files.read_json(path)['rows']]
         return f'{match[1]}{runlog.markdown(rows)}\n'
     paths = [f'{HERE}/README.md', *glob.glob(f'{HERE}/docs/*.md')]
