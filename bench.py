@@ -107,8 +107,7 @@ def settled_as(words):
 def matrix(arguments):
     """Yield (the columns that flags name, as {'recipe': 'rowwise'}, the words with these settings) for each
     combination."""
-    asked = {axis: getattr(arguments, f'{axis}s', '') for axis in AXES}
-    values = {axis: text.split(',') for axis, text in asked.items() if text}
+    values = {axis: text.split(',') for axis in AXES if (text := getattr(arguments, f'{axis}s', ''))}
     for combination in itertools.product(*values.values()):
         columns = dict(zip(values, combination))
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
@@ -133,7 +132,7 @@ def gain(times, least=1.0):
 def whole_run(words, folder):
     """Train and return the run's runlog.RunCurves. words: a tuple. Raises MachineError where the script fails
     or is stopped."""
-    command = [sys.executable, os.path.join(HERE, 'train_fp8.py'), *words]
+    command = [sys.executable, f'{HERE}/train_fp8.py', *words]
     done = subprocess.run([*command, f'--checkpoint_dir={folder}', '--overwrite'])
     if done.returncode:
         raise MachineError('train_fp8.py failed: its own message says why')
@@ -164,13 +163,6 @@ def bench_steps(arguments, words):
 
 # ------------------------------------------------------------------------------------------------------- gemm
 
-def release_memory():
-    """Free what an earlier model took, and what torch.compile made for it."""
-    gc.collect()
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-
-
 def forward_backward(linear, x, dy):
     """Pass x (B, T, in_features) forward and dy (B, T, out_features) backward, and drop the gradients."""
     linear(x).backward(dy)
@@ -184,7 +176,9 @@ def bench_gemm(arguments, words):
         raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
     B, T = run.batch_size, run.window_config.block_size
     for name, K, N in run.window_config.linears()[:4]:
-        release_memory()
+        gc.collect()        # frees what an earlier linear took, and what torch.compile made for it
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
         row, runs = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}, {}
         x, dy = (torch.randn(B, T, width, dtype=run.compute_dtype, device=run.device) for width in (K, N))
         x.requires_grad_()
@@ -289,7 +283,7 @@ def bench_quality(arguments, words):
     row |= {'gap, %': gap, '95%': interval}
     row['training loss gap, %'] = compare(*([run.last_train for run in runs] for runs in found))[0]
     if all(run.hellaswag for run in itertools.chain(*found)):
-        bf16, eight = (statistics.fmean(run.hellaswag[max(run.hellaswag)] for run in runs) for runs in found)
+        bf16, eight = (statistics.fmean(run.last_hellaswag for run in runs) for runs in found)
         row['HellaSwag gap, points'] = 100 * (eight - bf16)
     yield row | {'verdict': loss_verdict(gap, interval, arguments.seeds)}
 
@@ -314,7 +308,7 @@ def new_pages():
     """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
     tables: GLOB -->` stands above the table of the results that GLOB names."""
     def table(match):
-        rows = [row for path in sorted(glob.glob(os.path.join(HERE, match[2])))
+        rows = [row for path in sorted(glob.glob(f'{HERE}/{match[2]}'))
                 for row in files.read_json(path)['rows']]
         return f'{match[1]}{runlog.markdown(rows)}\n'
     paths = [f'{HERE}/README.md', *glob.glob(f'{HERE}/docs/*.md')]

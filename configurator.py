@@ -384,8 +384,9 @@ def print_help(script):
 
 # ----------------------------------------------------------------------------------------------- config files
 
-def config_values(path):
-    """Return {name: value} of a config file. Raises MissingError, or SettingError where it is not flat."""
+def config_values(path, known):
+    """Return {name: value} of a config file. A .py config's modules and functions are none, but under a name
+    in `known`. Raises MissingError, or SettingError where it is not flat."""
     path = with_home(path)
     if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
         path = path.replace('configs', 'config', 1)
@@ -400,7 +401,9 @@ def config_values(path):
             raise SettingError(f'{path} is no config file: it calls exit') from None
         except Exception as error:  # the file's own
             raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        values = {name: value for name, value in values.items() if not name.startswith('_')}
+        tools = types.ModuleType, typing.Callable
+        values = {name: value for name, value in values.items()
+                  if name in known or not name.startswith('_') and not isinstance(value, tools)}
     else:
         values = read_yaml(path) or {}
         if not isinstance(values, dict) or not all(
@@ -484,12 +487,13 @@ def _flag(name, words, known):
 class Config(dict):
     """The settings of a run: a script's defaults, over them a checkpoint's, those of config files, flags.
 
-    layers: [config files, flags]; one that changes a name of a group replaces the group. given: the names
-    that these set. inherited: {name: value} of the checkpoint. stem: the last config file's name without
-    ending, or ''."""
+    layers: [config files, flags]; one that changes a name of a group replaces the group. typed: the flags.
+    given: the names that the layers set. inherited: {name: value} of the checkpoint. chosen: the names that
+    have more than a default. stem: the last config file's name without ending, or ''."""
 
     def __init__(self, script, layers, stem='', inherited=None):
         self.script, self.layers, self.stem, self.inherited = script, layers, stem, inherited or {}
+        self.typed = layers[-1]
         self.defaults = {name: setting.default for name, setting in script.settings.items()}
         self.given = set()
         super().__init__(self.defaults | self.inherited)
@@ -509,6 +513,10 @@ class Config(dict):
         inherited = {name: _typed(settings[name], value, place, name)
                      for name, value in saved.items() if name in settings and name not in never}
         return Config(self.script, self.layers, self.stem, inherited)
+
+    @property
+    def chosen(self):
+        return self.given | self.inherited.keys()
 
     @property
     def changes(self):
@@ -562,25 +570,22 @@ def configure(path, argv=None, positional=None, nearby=()):
             if value is None:
                 return
         name = ALIASES.get(name, name)
-        if name not in known and (callable(value) or isinstance(value, types.ModuleType)):
-            return      # what a .py config works with
         if name not in known:
             unknown.append(f'{where}: no setting is called {name!r}{nearest(name, [*known, *nearby])}')
-            return
-        if value is None:
+        elif value is None:
             layer.pop(name, None)
-            return
-        value = _typed(known[name], value, where, name)
-        if name in script.settings:
-            layer[name] = value
-        elif layer is flags and value not in (False, 'auto'):   # which ask for nothing of a twin
-            unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
+        else:
+            value = _typed(known[name], value, where, name)
+            if name in script.settings:
+                layer[name] = value
+            elif layer is flags and value not in (False, 'auto'):   # which ask for nothing of a twin
+                unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
 
     for word in with_equals(argv, known):
         if word.startswith('-'):
             put(*word.removeprefix('--').split('=', 1))
         elif word.endswith(('.py', '.yaml', '.yml')):
-            for name, value in config_values(word).items():
+            for name, value in config_values(word, known).items():
                 put(name, value, files, word)
             stem = pathlib.Path(word).stem
         elif positional and positional not in flags:

@@ -134,7 +134,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         theirs['quantization_config'] = {name: value for name, [value] in FP8.items()} | more
         line += f', {in_fp8} tensors of linears in FP8'
     with new_folder(out) as folder:
-        files.write_json(os.path.join(folder, 'config.json'), theirs)
+        files.write_json(f'{folder}/config.json', theirs)
         if not write_tokenizer(tokenizer, folder):
             line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer gives other ids'
         save_torch_state_dict(tensors, folder)
@@ -164,8 +164,8 @@ def save_adapters(state, out, tokenizer):
         'bias': 'none',
     }
     with new_folder(out) as folder:
-        save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'))
-        files.write_json(os.path.join(folder, 'adapter_config.json'), settings)
+        save_file(tensors, f'{folder}/adapter_model.safetensors')
+        files.write_json(f'{folder}/adapter_config.json', settings)
         write_tokenizer(tokenizer, folder)
 
 
@@ -177,7 +177,7 @@ def write_tokenizer(tokenizer, folder):
     """Write the files that AutoTokenizer reads: those of a model's tokenizer, under a class by which
     it gives the same ids; for byte and gpt2, those of transformers' converter. Return whether it does. Raises
     DataError."""
-    path = os.path.join(folder, 'tokenizer_config.json')
+    path = f'{folder}/tokenizer_config.json'
     if tokenizer.folder is None:
         from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -186,7 +186,7 @@ def write_tokenizer(tokenizer, folder):
                 return ranks
         ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
         converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
-        converter.converted().save(os.path.join(folder, 'tokenizer.json'))
+        converter.converted().save(f'{folder}/tokenizer.json')
         settings = {'bos_token': EOT, 'eos_token': EOT, 'clean_up_tokenization_spaces': False}
     else:
         tokenizer.save(folder)

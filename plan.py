@@ -208,7 +208,6 @@ class Plan:
         self.rate = TRAFFIC * gpu.bandwidth * 1e12      # bytes/s of kernels between multiplications
         self.count_parameters()
         self.find_fp8_linears(choice)
-        self.sent = self.bytes_sent()
         self.seconds = self.step_seconds(network)
         self.step = sum(self.seconds.values())
         self.speed = length.tokens_per_step / self.step
@@ -217,10 +216,9 @@ class Plan:
         """Count parameters and the bytes of what belongs to them, on all GPUs together."""
         config, every = self.config, self.run.checkpoint_every
         weights = list(self.model.parameters())
-        trained = [p for p in weights if p.requires_grad]
+        self.trained = [p for p in weights if p.requires_grad]
         self.weights = sum(p.nbytes for p in weights)
-        self.gradients = sum(p.nbytes for p in trained)
-        self.trained = sum(p.numel() for p in trained)
+        self.gradients = sum(p.nbytes for p in self.trained)
         self.moments = optim.moment_bytes(self.model, self.optimizer)
         self.parameters = sum(p.numel() for p in weights) - self.adapters.parameters(config)
         self.block_weights = sum(k * n for _, k, n in config.linears()[:4])
@@ -378,13 +376,13 @@ class Plan:
         their sum. So with n micro-steps gradients' bytes are moved 6 + 3 (n - 1) times."""
         moved = (3 * self.length.micro_steps + 3) * self.gradients + 2 * self.moments
         flops = known_row(OPTIMIZER_FLOPS, 'optimizer', self.optimizer)(self.model)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        in_8_bits = sum(p.numel() for p in trained if optim.in_8_bits(p, self.optimizer))
-        by_torchao = bool(in_8_bits) or any(p.dtype != torch.float32 for p in trained)
-        low_bit = max(LOW_BIT * in_8_bits / self.shards, LOW_BIT_HOST * by_torchao * len(trained))
+        in_8_bits = sum(p.numel() for p in self.trained if optim.in_8_bits(p, self.optimizer))
+        by_torchao = bool(in_8_bits) or any(p.dtype != torch.float32 for p in self.trained)
+        low_bit = max(LOW_BIT * in_8_bits / self.shards, LOW_BIT_HOST * by_torchao * len(self.trained))
         return moved / self.shards / self.rate + flops / (MATMUL['bf16'][0] * self.peak) + low_bit
 
-    def bytes_sent(self):
+    @property
+    def sent(self):
         """Return the bytes that each GPU of a ring of n sends in a step: (n - 1) / n of what is gathered or
         scattered (NVIDIA's nccl-tests, doc/PERFORMANCE.md).
 
@@ -395,7 +393,7 @@ class Plan:
         else:
             gathers = 2 if self.sharding == 'fsdp_full' else 1
             gathered = 2 * gathers * self.config.n_layer * self.block_weights + self.other_bytes
-            passed = self.length.micro_steps * (gathered + 4 * self.trained)
+            passed = self.length.micro_steps * (gathered + 4 * sum(p.numel() for p in self.trained))
         return passed * (self.gpus - 1) / self.gpus
 
 

@@ -11,21 +11,25 @@ import sys
 from configurator import Parser, SettingError, configure, one_line_errors, say
 
 
+COMMANDS = {
+    'loss': 'draw the losses of runs',
+    'gap': "draw FP8's validation loss minus bf16's, over several seeds",
+    'formats': 'draw a gradient before and after its scale, beside FP8 numbers',
+    'lr': "draw the learning-rate schedule of train_fp8.py's config file and flags",
+}
+
+
 def plot_arguments(words):
     """Return the command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
     parser = Parser(__doc__)
-    loss = parser.add_command('loss', 'draw the losses of runs')
+    commands = {name: parser.add_command(name, what) for name, what in COMMANDS.items()}
+    for name, command in commands.items():
+        command.add_argument('--out', default=f'runs/{name}.png', help='the PNG to write')
+    loss = commands['loss']
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add_argument('--out', default='runs/loss.png', help='the PNG to write')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    gap = parser.add_command('gap', "draw FP8's validation loss minus bf16's, over several seeds")
-    gap.add_argument('result', help='a JSON of `bench.py quality`')
-    gap.add_argument('--out', default='runs/gap.png', help='the PNG to write')
-    formats = parser.add_command('formats', 'draw a gradient before and after its scale, beside FP8 numbers')
-    formats.add_argument('ckpt', help='a checkpoint of a run whose shards are here')
-    formats.add_argument('--out', default='runs/formats.png', help='the PNG to write')
-    lr = parser.add_command('lr', "draw the learning-rate schedule of train_fp8.py's config file and flags")
-    lr.add_argument('--out', default='runs/lr.png', help='the PNG to write')
+    commands['gap'].add_argument('result', help='a JSON of `bench.py quality`')
+    commands['formats'].add_argument('ckpt', help='a checkpoint of a run whose shards are here')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
@@ -43,6 +47,7 @@ import matplotlib
 import torch
 
 matplotlib.use('Agg')
+matplotlib.rcParams['figure.constrained_layout.use'] = True
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, pretrained, runlog
@@ -63,7 +68,7 @@ def finish_figure(figure, out):
 
 def say_run(run, ended, first):
     """Print how a runlog.RunCurves ended, and which settings are not those of the first run."""
-    accuracy = f', HellaSwag acc_norm {run.hellaswag[max(run.hellaswag)]:.4f}' if run.hellaswag else ''
+    accuracy = f', HellaSwag acc_norm {run.last_hellaswag:.4f}' if run.hellaswag else ''
     say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
     config, first = (each.header['config'] for each in (run, first))
     unlike = [f'{name}={value}' for name, value in config.items()
@@ -84,8 +89,7 @@ def plot_loss(directories, out, json_out):
     """Draw losses over tokens, and their distance from the first run's. Write a picture and, if json_out is
     given, its numbers with what produced them."""
     runs = [runlog.RunCurves(directory) for directory in directories]
-    figure, (losses, distances) = plt.subplots(
-        2, figsize=(8, 7), height_ratios=(3, 1), sharex=True, layout='constrained')
+    figure, (losses, distances) = plt.subplots(2, figsize=(8, 7), height_ratios=(3, 1), sharex=True)
     found, first = {}, runs[0]
     for number, run in enumerate(runs):
         ended = f': validation loss {run.last_val:.4f} at step {max(run.val)}' if run.val else ''
@@ -132,7 +136,7 @@ def plot_gap(result, out):
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         raise SettingError(f'{result} has no losses of several seeds over tokens: '
                            'bench.py quality CONFIG --seeds=5 writes them') from None
-    figure, axes = plt.subplots(figsize=(8, 3), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 3))
     axes.axhline(0, color='black', linewidth=1)
     for label, millions, gap, low, high in curves:
         [line] = axes.plot(millions, gap, marker='o', markersize=4, label=label)
@@ -166,7 +170,7 @@ def plot_formats(ckpt, out):
     scale, and every number of e4m3 and e5m2 below."""
     gradient = last_gradient(ckpt)
     scale = torch.finfo(E5M2).max / gradient.max()
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 3.6))
     for label, values in ('as it is', gradient), (f'times its scale, {scale:.3g}', gradient * scale):
         lost = (values.to(E5M2) == 0).float().mean()
         say(f'the gradient {label}: amax {values.max():.3g}, {lost:.1%} become 0 in e5m2')
@@ -202,7 +206,7 @@ def plot_lr(config, out):
         title, color = f'MISTAKE: {error}', 'red'
     steps = sorted({(length.last_step - 1) * i // 1999 for i in range(2000)})
     rates = [*map(schedule.rate, steps)]
-    figure, axes = plt.subplots(figsize=(8, 4), layout='constrained')
+    figure, axes = plt.subplots(figsize=(8, 4))
     axes.plot(steps, rates, color=color)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
     axes.set_title(title, wrap=True, fontsize=10, color=color)

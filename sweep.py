@@ -27,7 +27,7 @@ from configurator import (
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
-CONFIGS = os.path.join(HERE, 'config', '')      # .py files that a sweep file may name
+CONFIGS = f'{HERE}/config/'      # .py files that a sweep file may name
 MOST = 1000     # runs of a sweep; each is checked before the first one starts
 # what a sweep file's command may hold besides flags; sys.executable and the program run here
 COMMAND = '${env}', '${interpreter}', 'python', 'python3', '${program}', '${args}', 'train.py', 'train_fp8.py'
@@ -152,7 +152,7 @@ def points(words, name=None):
             if before[setting] != settings[setting]:
                 raise SettingError(f'{folder} was run with {setting}={before[setting]}, now '
                                    f'{settings[setting]}: another --name, or remove the folder')
-        found.append(Point(values, folder, [sys.executable, os.path.join(HERE, program), *flags], settings))
+        found.append(Point(values, folder, [sys.executable, f'{HERE}/{program}', *flags], settings))
     return found
 
 
@@ -186,7 +186,7 @@ def report_sweep(found):
     finished = [folder for row, folder in rows if row['val loss']]
     rows = [row for row, _ in rows]
     print(runlog.markdown(rows))
-    results, text = os.path.join(os.path.dirname(found[0].folder), 'results'), io.StringIO()
+    results, text = f'{os.path.dirname(found[0].folder)}/results', io.StringIO()
     writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
     writer.writerows(rows)
@@ -207,9 +207,7 @@ def main(words):
     if asked.dry_run:
         say(*(f'{number}  {point.folder}' for number, point in enumerate(found)))
         return
-    chosen, failed = found, []
-    if asked.point >= 0:
-        chosen = found[asked.point:asked.point + 1]
+    failed, chosen = [], found[asked.point:][:1] if asked.point >= 0 else found
     if not chosen:
         raise SettingError(f'point={asked.point}, but the runs are 0 to {len(found) - 1}')
     signal.signal(signal.SIGTERM, signal.default_int_handler)

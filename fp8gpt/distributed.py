@@ -285,9 +285,8 @@ def say_in_run(*lines):
 # ------------------------------------------------------------------------------------------------ DDP, FSDP2
 
 def wrap(model, ranks):
-    """Return the model in DDP; the model itself in a single process, or where all gradients are sharded."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if ranks.world_size == 1 or all(map(is_sharded, trainable)):
+    """Return a GPT in DDP; the GPT itself in a single process, or where all gradients are sharded."""
+    if ranks.world_size == 1 or all(map(is_sharded, model.weights().values())):
         return model
     torch._dynamo.config.optimize_ddp = False   # it would cut graphs at DDP's buckets: they end with a block
     ids = [ranks.device.index] if ranks.device.type == 'cuda' else None

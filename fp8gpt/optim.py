@@ -84,8 +84,9 @@ class Schedule:
     @property
     def step_to_keep(self):
         """Return the last step before the decay of wsd, from which a longer run can go on; 0 for others."""
-        is_wsd = self.lr_schedule == 'wsd'
-        return int(self.decay_start + 1e-6) if is_wsd else 0    # 45, not 44.99999999999999
+        if self.lr_schedule != 'wsd':
+            return 0
+        return int(self.decay_start + 1e-6)     # 45, not 44.99999999999999
 
     @property
     def decay_start(self):
@@ -266,13 +267,12 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iteration
 
 def matrices_of_blocks(model):
     """Return [(matrix of a block, rows of each linear in it)]: q, k and v, or gate and up, share one."""
-    config, found = model.config, []
+    found = []
     for name, p in model.weights().items():
         if name.startswith('h.') and p.dim() == 2:
             rows = [len(p)]
             if name.endswith('attn.qkv.weight'):
-                heads = config.n_head, config.n_kv_head, config.n_kv_head
-                rows = [number * config.head_dim for number in heads]
+                rows = [heads * model.config.head_dim for heads in model.h[0].attn.counts]
             elif name.endswith('gate_up.weight'):
                 rows = [len(p) // 2] * 2
             found.append((p, rows))

@@ -105,8 +105,11 @@ class Run:
     @property
     def measured_on(self):
         """Return what the validation loss is of."""
-        val = {file: about for file, about in self.data.items() if 'val_' in file}
-        return {'val': val, **{name: self.config[name] for name in ('block_size', 'eval_tokens')}}
+        return {
+            'val': {file: about for file, about in self.data.items() if 'val_' in file},
+            'block_size': self.config['block_size'],
+            'eval_tokens': self.config['eval_tokens'],
+        }
 
     @property
     def changes(self):
@@ -196,7 +199,7 @@ class Run:
             lines += packing_lines(train, length)
             lines += [batch_line(config, length, world_size), length_line(self, length, model, per_epoch),
                       length.cut, few_steps_line(length, per_epoch, train.packing)]
-            if world_size > 1 and 'gradient_accumulation_steps' in config.layers[-1]:
+            if world_size > 1 and 'gradient_accumulation_steps' in config.typed:
                 lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
                              f'nanoGPT divides it by {world_size}')
         if self.resumed:
@@ -265,7 +268,7 @@ def check_same_data(config, path):
     config file names, or the script's default, and nobody typed."""
     names = 'dataset', 'split_name', 'tokenizer'
     before = config | {name: config.inherited[name] for name in names if name in config.inherited}
-    others = [name for name in names if name not in config.layers[-1] and config[name] != before[name]]
+    others = [name for name in names if name not in config.typed and config[name] != before[name]]
     if config['resume'] in BY_NAME and others and shards.dataset_dir(before) != shards.dataset_dir(config):
         name = others[0]
         raise SettingError(f'{path} is of a run with {name}={before[name]}, not {config[name]}: '
@@ -275,7 +278,7 @@ def check_same_data(config, path):
 
 def check_adapters(config):
     """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given."""
-    typed = config.layers[-1].keys()
+    typed = config.typed.keys()
     if not config['lora_rank'] and 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
 
@@ -310,7 +313,7 @@ def replace_requests(config, device):
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
         lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on CUDA alone')
-    if config['dtype'] == 'bf16' and 'dtype' not in config.given | config.inherited.keys():
+    if config['dtype'] == 'bf16' and 'dtype' not in config.chosen:
         if lacks_bf16_units(device):
             config['dtype'] = 'fp32'
             lines.append('dtype=fp32: there are no bf16 units here, and bf16 would be slower')
@@ -323,7 +326,7 @@ def replace_requests(config, device):
 def replace_optimizer(config, device, parameters):
     """Replace a config file's 8-bit optimizer on a CPU, where its step takes six times the model's, by AdamW
     on fp32 weights, if these take less than half of the memory. Return a line, in a list."""
-    chosen = config.layers[-1].keys() | config.inherited.keys()
+    chosen = config.typed.keys() | config.inherited.keys()
     if device.type != 'cpu' or config['optimizer'] != 'adamw8bit' or chosen & ON_A_CPU.keys():
         return []
     needed = 16 * parameters * int(os.environ.get('LOCAL_WORLD_SIZE', 1))   # fp32: weight, gradient, moments
@@ -351,7 +354,7 @@ def check_data(config, folder, meta, tokenizer, before):
     meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
     without a tokenizer fits any."""
     check_template(config['template'], folder, meta.get('template', ''))
-    typed = config.layers[-1].get('tokenizer')
+    typed = config.typed.get('tokenizer')
     if typed in TOKENIZERS and typed != tokenizer:
         raise SettingError(f'{folder} is tokenized with {tokenizer}, not {typed}: leave out --tokenizer')
     if before and before['tokenizer'] not in (tokenizer, ''):
@@ -416,7 +419,7 @@ def window(config, model_config, before):
     than the model reads."""
     longest = model_config.block_size
     asked = config['block_size']
-    if 'block_size' not in config.given | config.inherited.keys():
+    if 'block_size' not in config.chosen:
         saved = before['config'] if before else {}
         asked = min(saved.get('block_size', asked), longest)
     if model_config.position == 'learned':
@@ -468,13 +471,12 @@ class Length:
         if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
-        chosen, typed = config.given | config.inherited.keys(), config.layers[-1]
         # a default is for long runs, a config file's warm-up for the length that the file gives
-        shortened = 'warmup_steps' in config.given and not typed.keys().isdisjoint(LIMITS)
+        shortened = 'warmup_steps' in config.given and not config.typed.keys().isdisjoint(LIMITS)
         schedule = optim.Schedule.of(config, last_step)
-        cut = schedule.fit(typed, tenth=shortened or 'warmup_steps' not in chosen)
+        cut = schedule.fit(config.typed, tenth=shortened or 'warmup_steps' not in config.chosen)
         config.update(schedule.fitted)
-        if 'eval_freq' not in chosen and tokens_per_epoch:
+        if 'eval_freq' not in config.chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
                    tokens=seen + (last_step - done) * tokens)

@@ -1,5 +1,4 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
-import bisect
 import contextlib
 import functools
 import importlib.util
@@ -16,6 +15,7 @@ import threading
 import time
 from os.path import basename, exists, isfile, join
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -421,8 +421,8 @@ class RunCurves:
         records = files.read_log(path)
         curve = functools.partial(values_by_step, records)
         self.train, self.val = curve('train/loss'), curve('val/loss')
-        self.hellaswag, self.seen = curve('hellaswag/acc_norm'), curve('train/tokens')
-        self.logged = sorted(self.seen)
+        self.hellaswag = curve('hellaswag/acc_norm')
+        self.seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items())).T     # steps, tokens
         self.speeds, milliseconds = (
             {step: value for step, value in curve(key).items() if 0 < value < math.inf}
             for key in ('train/tokens_per_sec', 'train/dt_ms'))
@@ -436,7 +436,7 @@ class RunCurves:
             last |= record
         self.header = header_of(last)
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
-        self.last_val = self.val[max(self.val)] if self.val else None
+        self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
         self.finished = bool(records[-1].get('finished'))
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
@@ -446,13 +446,13 @@ class RunCurves:
     def tokens_at(self, step):
         """Return the tokens seen up to a step: those logged, a share of them between two lines, and for steps
         after them their last size."""
-        logged = bisect.bisect_right(self.logged, step)
-        since = self.logged[logged - 1] if logged else 0
-        seen, size = self.seen.get(since, 0), self.tokens
-        if logged < len(self.logged):
-            until = self.logged[logged]
-            size = (self.seen[until] - seen) / (until - since)
-        return seen + (step - since) * size
+        later = max(0, step - self.seen[0, -1])
+        return float(np.interp(step, *self.seen)) + later * self.tokens
+
+
+def last_of(curve):
+    """Return the value of a curve's last step, None where there is none."""
+    return curve[max(curve)] if curve else None
 
 
 def header_of(record):
