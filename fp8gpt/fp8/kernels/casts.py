@@ -219,6 +219,41 @@ def four_codes(a, dtype: constexpr, pack: constexpr):
 
 
 @jit
+def place_of(sizes, tile: constexpr):
+    """Return the place of this program's tile: its rows / 4 and its columns, int64, since offsets may pass
+    2**31; which of both, and which columns, are inside; data_t's words in a column."""
+    across, down = tl.program_id(0), tl.program_id(1)
+    quads = tl.arange(0, tile[0] // 4).to(tl.int64)[:, None]
+    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
+    own = columns < tl.minimum(tile[2], sizes[1] - across * tile[2])
+    quads += down * (tile[0] // 4)
+    columns += across * tile[2]
+    words = sizes[0] // 16 * 4      # shows the compiler that stores of four words are aligned
+    return quads, columns, (quads < words) & own, own, words
+
+
+@jit
+def store_four(outputs, four, factor, place, sums: constexpr):
+    """Store the casts of four tiles, whose rows take turns, and with `sums` their column sums. Return the
+    bits of the largest magnitude. place: see place_of; and data's width."""
+    data, data_t, _, column_sums = outputs
+    quads, columns, inside, own, words, width = place
+    dtype: constexpr = data.dtype.element_ty
+    largest = magnitude(four[0])
+    for row in tl.static_range(4):
+        code = four_codes((four[row] * factor,), dtype, 4)
+        tl.store(data + (quads * 4 + row) * width + columns, code.to(dtype, bitcast=True), mask=inside)
+        largest = tl.maximum(largest, magnitude(four[row]))
+    most = tl.max(largest)
+    scaled = four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor
+    tl.store(data_t + columns * words + quads, four_codes(scaled, dtype, 1), mask=inside)
+    if sums:
+        total = tl.sum((four[0] + four[1]) + (four[2] + four[3]), 0, keep_dims=True)
+        tl.store(column_sums + tl.program_id(1) * width + columns, total, mask=own)
+    return most
+
+
+@jit
 def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, sums: constexpr):
     """Cast a tile. outputs: data (M, width), data_t (width, M / 4) in words of 32 bits, partials (P,),
     column_sums (programs down, width), where width is sizes[1] for each of the values. sizes, tile: see
@@ -228,41 +263,22 @@ def cast_kernel(inputs, outputs, scale, sizes, how: constexpr, tile: constexpr, 
     a word do: single codes that cross are miscompiled by Triton's ptxas (triton-lang/triton#11111; on an
     H100, columns of data_t were zeros or other codes). Amaxes are found as bits: as integers, NaN > inf >
     numbers."""
-    data, data_t, partials, column_sums = outputs
-    across, down = tl.program_id(0), tl.program_id(1)
-    quads = tl.arange(0, tile[0] // 4).to(tl.int64)[:, None]        # int64, since offsets may pass 2**31
-    columns = tl.arange(0, tile[1]).to(tl.int64)[None, :]
-    own = columns < tl.minimum(tile[2], sizes[1] - across * tile[2])
-    quads += down * (tile[0] // 4)
-    columns += across * tile[2]
+    quads, columns, inside, own, words = place_of(sizes, tile)
     rows = quads * 4
-    words_of_column = sizes[0] // 16 * 4    # shows the compiler that stores of four words are aligned
-    inside = (quads < words_of_column) & own
     a = values(inputs, (rows, columns, inside), sizes, how, tile)
     b = values(inputs, (rows + 1, columns, inside), sizes, how, tile)
     c = values(inputs, (rows + 2, columns, inside), sizes, how, tile)
     d = values(inputs, (rows + 3, columns, inside), sizes, how, tile)
     width = sizes[1] * len(a)
     factor = tl.load(scale)
-    dtype: constexpr = data.dtype.element_ty
     most = 0
     for part in tl.static_range(len(a)):
-        four = a[part], b[part], c[part], d[part]
-        largest = magnitude(four[0])
-        for row in tl.static_range(4):
-            code = four_codes((four[row] * factor,), dtype, 4)
-            tl.store(data + (rows + row) * width + columns, code.to(dtype, bitcast=True), mask=inside)
-            largest = tl.maximum(largest, magnitude(four[row]))
-        most = tl.maximum(most, tl.max(largest))
-        scaled = four[0] * factor, four[1] * factor, four[2] * factor, four[3] * factor
-        word = four_codes(scaled, dtype, 1)
-        tl.store(data_t + columns * words_of_column + quads, word, mask=inside)
-        if sums:
-            total = tl.sum((four[0] + four[1]) + (four[2] + four[3]), 0, keep_dims=True)
-            tl.store(column_sums + down * width + columns, total, mask=own)
+        place = quads, columns, inside, own, words, width
+        largest = store_four(outputs, (a[part], b[part], c[part], d[part]), factor, place, sums)
+        most = tl.maximum(most, largest)
         columns += sizes[1]
-    program = down * tl.num_programs(0) + across
-    tl.store(partials + program, most.to(tl.float32, bitcast=True))
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(outputs[2] + program, most.to(tl.float32, bitcast=True))
 
 
 # ---------------------------------------------------------------------------------------------------- the op

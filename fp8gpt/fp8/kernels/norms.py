@@ -30,29 +30,37 @@ def tile_of(C):
 # ------------------------------------------------------------------------------------------- Triton's kernel
 
 @jit
+def load_rows(inputs, first, tile, held, C: constexpr):
+    """Load a block of rows from `first` on: dy, xhat and the residual's gradient, tiles, and rstd (rows, 1).
+    tile: the offsets of a block's values; held: which are inside."""
+    dy, total, mean, rstd, _, residual = inputs
+    rows = first + tl.arange(0, tile.shape[0])
+    start = first * C
+    g = load_fp32(dy + start + tile, held)
+    xhat = load_fp32(total + start + tile, held)
+    above = load_fp32(residual + start + tile, held)      # early, though it is added last
+    inverse = tl.load(rstd + rows)[:, None]
+    if mean is not None:
+        average = tl.load(mean + rows)
+        xhat -= average[:, None]
+    return g, xhat * inverse, above, inverse
+
+
+@jit
 def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
     """Let a program take every num_programs-th block of BLOCK_M rows and sum over its blocks."""
-    dy, total, mean, rstd, weight, residual = inputs
+    _, _, mean, _, weight, _ = inputs
     dx, sums = outputs
     program = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, triton.next_power_of_2(C))
     held = (columns < C)[None, :]
-    tile = rows[:, None] * C + columns[None, :]
+    tile = tl.arange(0, BLOCK_M)[:, None] * C + columns[None, :]
     w = load_fp32(weight + columns, columns < C)[None, :]
     weight_sum = tl.zeros_like(w)
     bias_sum = tl.zeros_like(w)
     for block in range(program, M // BLOCK_M, tl.num_programs(0)):
         first = tl.cast(block, tl.int64) * BLOCK_M
-        start = first * C
-        g = load_fp32(dy + start + tile, held)
-        xhat = load_fp32(total + start + tile, held)
-        above = load_fp32(residual + start + tile, held)      # early, though it is added last
-        inverse = tl.load(rstd + first + rows)[:, None]
-        if mean is not None:
-            average = tl.load(mean + first + rows)
-            xhat -= average[:, None]
-        xhat *= inverse
+        g, xhat, above, inverse = load_rows(inputs, first, tile, held, C)
         weight_sum += tl.sum(g * xhat, 0, keep_dims=True)
         bias_sum += tl.sum(g, 0, keep_dims=True)
         g *= w
@@ -60,7 +68,7 @@ def norm_backward_kernel(inputs, outputs, M, C: constexpr, BLOCK_M: constexpr):
         slope = g - xhat * along
         if mean is not None:
             slope -= tl.sum(g, 1, keep_dims=True) / C
-        tl.store(dx + start + tile, bf16(bf16(slope * inverse) + above), mask=held)
+        tl.store(dx + first * C + tile, bf16(bf16(slope * inverse) + above), mask=held)
     own = program * C + columns[None, :]
     tl.store(sums + own, weight_sum, mask=held)
     if mean is not None:
