@@ -18,7 +18,8 @@ from configurator import (
     say)
 
 WARMUP = 3      # steps that are not timed: they compile
-NO_OTHER_END = '--max_tokens=0', '--num_epochs=0', '--max_hours=0'      # of a run: all take as many steps
+ENDS = 'max_tokens', 'num_epochs', 'max_hours'      # of a run, which would not take as many steps as others
+NO_OTHER_END = [f'--{name}=0' for name in ENDS]
 STEPS = {'steps': (10, f'timed, after {WARMUP} that are not')}
 AXES = {'backend': 'fp8_backend', 'recipe': 'fp8_recipe', 'rank': 'lora_rank'}     # column -> setting
 MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis in ('backend', 'recipe')}
@@ -357,6 +358,9 @@ def main(words):
         number += 1
         path = f'{start}-{number}.json'
     say(f'results   {path}')
+    fixed = {'max_steps', *ENDS, *['seed'] * (arguments.command == 'quality')}
+    for name in sorted(fixed & run.config.typed.keys()):
+        say(f'          {name} is not used: --{"seeds" if name == "seed" else "steps"} decides')
     about = {'device': device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
     bench = BENCHES[arguments.command]

@@ -133,7 +133,7 @@ def test_pair_says_what_the_logs_say_of_the_steps_after_the_first(scripts, tiny,
         ('off', 20, 1), ('native', 20, 1)]
 
 
-def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
+def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
     ran, ends = scripts
     words = ['quality', *tiny, '--steps=20', '--seeds=2', '--eval_freq=5', f'--out={tmp_path}/runs',
              f'--results={tmp_path}', '--max_tokens=512', '--num_epochs=1']
@@ -153,6 +153,8 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path):
     assert [*row['curve'].values()][-1] == [row['gap, %'], row['95%']]
     assert [*row['curve']] == ['0', '2560', '5120', '7680', '10240']      # as plot.py reads them
     assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
+    said = capsys.readouterr().out
+    assert 'max_tokens is not used: --steps decides' in said and 'max_hours is' not in said
     settings = 'max_steps', 'eval_freq', 'max_hours', 'max_tokens', 'num_epochs', 'keep_checkpoints'
     assert {tuple(run[name] for name in settings) for run in ran} == {(20, 5, 0, 0, 0, 1)}
 
