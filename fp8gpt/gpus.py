@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: no FP8 units), summed in fp32, and TB/s of memory,
+    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: none that runs here), summed in fp32, and TB/s of memory,
     as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559 MiB,
     85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe; CUDA's compute capability."""
     name: str
@@ -94,6 +94,6 @@ def device_line(device):
     import torch
     gpu, known = gpu_of(device), 'its peak is not in the table of gpus.py, so no MFU'
     if gpu:
-        in_fp8 = f'{gpu.fp8:,} in fp8' if gpu.fp8 else 'no FP8 units'
+        in_fp8 = f'{gpu.fp8:,} in fp8' if gpu.fp8 else 'no FP8 that runs here'
         known = f'peak {gpu.bf16:,} TFLOP/s in bf16, {in_fp8}'
     return f'device    {device_name(device)}, torch {torch.__version__}\n          {known}'

@@ -346,7 +346,7 @@ def test_batch_size_0_is_the_largest_that_fits(said):
 def test_without_fp8_units_or_a_dataset(tmp_path, said):
     out = said(f'--num_epochs=2 --data_dir={tmp_path} --gpu=a100 --usd_per_gpu_hour=2 --compile=off')
     assert 'length unknown: no shards in' in out and 'the run, hours' not in out
-    assert 'A100 80GB has no FP8 units' in out
+    assert 'A100 80GB has no FP8 that runs here' in out
 
 
 def test_torch_has_nothing_to_warn_of():
