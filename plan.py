@@ -432,7 +432,7 @@ def verdict(plans):
         return (f'verdict   too big for {gpu} (modelled): a smaller --batch_size, --grad_checkpointing=full, '
                 '--loss_chunks=8, more GPUs with --sharding_mode=fsdp_full')
     if not in_fp8:
-        return f'verdict   {bf16.gpu.name} has no FP8 that runs here (sm_89 and later have): it trains in bf16'
+        return f'verdict   {bf16.gpu.name} has no FP8 that runs here (sm_89 and later have): bf16 trains'
     if not fitting:
         return f'verdict   only bf16 fits on {gpu} (modelled): --no_fp8, or a smaller --batch_size'
     gain = in_fp8.speed / bf16.speed

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: none that runs here), summed in fp32, and TB/s of memory,
-    as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559 MiB,
-    85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe; CUDA's compute capability."""
+    """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: none that runs here), summed in fp32, and TB/s of
+    memory, as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559
+    MiB, 85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe; CUDA's capability."""
     name: str
     bf16: float
     fp8: float | None
