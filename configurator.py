@@ -205,6 +205,9 @@ def error_line(error):
     if isinstance(error, ModuleNotFoundError):
         return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
                 '`pip install -r requirements.txt`'), 1
+    if re.search(r'CxxCompiler|C\+\+ compile|C compiler|/gcc', text):
+        return (f'torch.compile finds no compiler that works ({text}): install gcc, g++ and the headers of '
+                'Python, as python3-dev, or give --compile_model=off'), 1
     of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
         return (f'out of memory ({text}): in training, halve --batch_size, which changes no '
