@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import decimal
 import difflib
+import errno
 import glob
 import io
 import math
@@ -193,6 +194,9 @@ def error_line(error):
     programmer's error, which keeps its traceback."""
     if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
         return str(error), error.exit_code
+    text = first_line(error)
+    if 'new thread' in text or getattr(error, 'errno', None) in (errno.EAGAIN, errno.EMFILE):
+        return f'{text}: lower --num_workers, or raise the limits that `ulimit -u` and `ulimit -n` print', 1
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
         return path + error.strerror, 1
@@ -201,9 +205,12 @@ def error_line(error):
     if isinstance(error, ModuleNotFoundError):
         return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
                 '`pip install -r requirements.txt`'), 1
+    if re.search(r'CxxCompiler|C\+\+ compile|C compiler|/gcc', text):
+        return (f'torch.compile finds no compiler that works ({text}): install gcc, g++ and the headers of '
+                'Python, as python3-dev, or give --compile_model=off'), 1
     of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
-        return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
+        return (f'out of memory ({text}): in training, halve --batch_size, which changes no '
                 'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '
                 'in sample.py, lower --num_samples'), 3
     return None, 1

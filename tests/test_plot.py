@@ -43,7 +43,7 @@ def test_loss(tmp_path, here, monkeypatch):
     assert list(found) == [f'{runs[0]} (bf16)', f'{runs[1]} (fp8)', f'{runs[2]} (fp8)']
     assert found[f'{runs[1]} (fp8)']['val_loss'] == pytest.approx({'5': 1.212, '10': 0.606})
     assert found[f'{runs[1]} (fp8)']['val_loss_percent_from_first'] == pytest.approx({'5': 1, '10': 1})
-    ends = [line.get_xdata()[-1:] for line in seen[0].axes[0].lines]
+    ends = [line.get_xdata()[-1:] for line in seen[-1].axes[0].lines]
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
 
 
@@ -104,7 +104,7 @@ def test_gap(tmp_path, here, monkeypatch):
         {'recipe': 'mxfp8', 'verdict': 'needs another GPU'},
         {'recipe': 'rowwise', 'seeds': 2, 'curve': {'1000000': [1, [0, 2]], '2000000': [math.nan, None]}}]}))
     here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
-    axes = seen[0].axes[0]
+    axes = seen[-1].axes[0]
     assert [line.get_xydata().tolist() for line in axes.lines[1:]] == [[[1, 0.5], [2, -0.2]], [[1, 1]]]
     assert [text.get_text() for text in axes.get_legend().texts] == [
         'delayed: mean and 95% interval, 3 pairs of runs', 'rowwise: mean and 95% interval, 2 pairs of runs']
