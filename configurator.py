@@ -37,7 +37,6 @@ import contextlib
 import dataclasses
 import decimal
 import difflib
-import errno
 import glob
 import io
 import math
@@ -195,7 +194,7 @@ def error_line(error):
     if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
         return str(error), error.exit_code
     text = first_line(error)
-    if 'new thread' in text or getattr(error, 'errno', None) in (errno.EAGAIN, errno.EMFILE):
+    if re.search("can't start new thread|Too many open files|Resource temporarily unavailable", text):
         return f'{text}: lower --num_workers, or raise the limits that `ulimit -u` and `ulimit -n` print', 1
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
@@ -205,7 +204,7 @@ def error_line(error):
     if isinstance(error, ModuleNotFoundError):
         return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
                 '`pip install -r requirements.txt`'), 1
-    if re.search(r'CxxCompiler|C\+\+ compile|C compiler|/gcc', text):
+    if re.search(r"InvalidCxxCompiler|C\+\+ compile error|find C compiler|Command '\['\S*cc'", text):
         return (f'torch.compile finds no compiler that works ({text}): install gcc, g++ and the headers of '
                 'Python, as python3-dev, or give --compile_model=off'), 1
     of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)

@@ -364,11 +364,18 @@ ENDS = {
     'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
-    'raise OSError(24, "Many files")': (1, 'error: [Errno 24] Many files: lower --num_workers, or'),
-    'raise BlockingIOError(11, "No fork")': (1, 'error: [Errno 11] No fork: lower --num_workers, or'),
+    'import os; raise OSError(24, os.strerror(24))':
+        (1, 'error: [Errno 24] Too many open files: lower --num_workers, or'),
+    'import os; raise BlockingIOError(11, os.strerror(11))':
+        (1, 'error: [Errno 11] Resource temporarily unavailable: lower --num_workers, or'),
+    # a terminal's, which no limit has to do with
+    'raise BlockingIOError(11, "write could not complete without blocking")':
+        (1, 'error: write could not complete without blocking\n'),
     'raise RuntimeError("can\'t start new thread")': (1, "error: can't start new thread: lower --num_w"),
     'raise RuntimeError("Failed to find C compiler.")': (1, 'error: torch.compile finds no compiler that'),
     'raise RuntimeError("InvalidCxxCompiler: none")': (1, 'error: torch.compile finds no compiler that'),
+    'import subprocess; raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "-O3"])':
+        (1, 'error: torch.compile finds no compiler that works (Command '),
     '__import__("os").environ["WORLD_SIZE"] = "two"; raise SettingError("so")': (2, 'error: so\n'),
     '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
     # a programmer's mistake keeps its traceback
