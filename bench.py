@@ -358,9 +358,9 @@ def main(words):
         number += 1
         path = f'{start}-{number}.json'
     say(f'results   {path}')
-    fixed = {'max_steps', *ENDS, *['seed'] * (arguments.command == 'quality')}
-    for name in sorted(fixed & run.config.typed.keys()):
-        say(f'          {name} is not used: --{"seeds" if name == "seed" else "steps"} decides')
+    for name, flag in {'max_steps': 'steps', **dict.fromkeys(ENDS, 'steps'), 'seed': 'seeds'}.items():
+        if name in run.config.typed and flag in vars(arguments):
+            say(f'          {name} is not used: --{flag} decides')
     about = {'device': device_name(run.device), 'versions': runlog.versions(),
              'words': arguments.words, 'data': run.folder}
     bench = BENCHES[arguments.command]
