@@ -328,7 +328,7 @@ while step < last_step:
             **clock.read(length.tokens_per_step),
         )
     if budget.steps == 2:
-        log.intro(schedule.fit(config.layers[-1]))  # under max_hours, the last step is known only now
+        log.intro(schedule.fit(config.typed))  # under max_hours, the last step is known only now
         schedule.check()
         config.update(schedule.fitted)  # else the first steps of a resume would warm up again
     stopping = stop.asked() or diverged

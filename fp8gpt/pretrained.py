@@ -45,7 +45,7 @@ def fine_tuning(script, config):
         path = os.path.join(HERE, 'config', 'finetune_lora.py' if config['lora_rank'] else 'finetune.py')
         say_once(f'settings  {os.path.relpath(path)}, as no config file is named')
         named = configure(script, [path])
-        config = Config(config.script, [named.layers[0], config.layers[1]], named.stem)
+        config = Config(config.script, [named.layers[0], config.typed], named.stem)
     if 'tokenizer' not in config.given:
         config['tokenizer'] = name
         config.given.add('tokenizer')
