@@ -230,7 +230,8 @@ def check_choice(choice, place):
         value = device if field == 'device' else getattr(choice, field)
         key = value if isinstance(value, str) else recipe
         if key not in allowed and value != getattr(OFF, field, None):
-            others = ' or '.join(other for other in BACKENDS if key in BACKENDS[other].takes[field])
+            others = ' or '.join(other for other, backend in BACKENDS.items()
+                                 if key in backend.takes[field] and device in backend.takes['device'])
             error = DeviceError if field == 'device' else OptionError
             raise error(f'{name} does not take {field}={value}' + f' with {recipe}' * (key != value)
                         + f', only {", ".join(allowed)}' * bool(allowed)
