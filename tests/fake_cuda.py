@@ -242,7 +242,8 @@ def main(asked):
     pretend()
     found = []
     for backend, recipe, kernels in asked['choices']:
-        choice = fp8.Choice(backend, recipe, kernels=kernels, head=bool(asked.get('head')), reason='counted')
+        options = fp8.Options(head=bool(asked.get('head')))
+        choice = fp8.Choice(backend, recipe, kernels=kernels, reason='counted', options=options)
         launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, 'head' in asked)
         row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches),
                'split maxima': sum(map(splits_a_maximum, launches))}

@@ -12,7 +12,7 @@ from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, tokens
 from helpers import compiled, relative
 import model as gpt
 from fp8gpt.fp8.health import cast_health
-from fp8gpt.fp8 import kernels
+from fp8gpt.fp8 import Options, kernels
 from model import GPT, generate
 from fp8gpt.optim import set_rate
 
@@ -119,7 +119,7 @@ def test_a_hook_of_a_linear_changes_what_it_says(kind):
 
 def test_any_linear_of_a_block_may_stay_in_bf16():
     for kept in ('attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down'):
-        choice = dataclasses.replace(NATIVE, keep=(f'h.0.{kept}',))
+        choice = dataclasses.replace(NATIVE, options=Options(keep=(f'h.0.{kept}',)))
         plain, model = (build(dataclasses.replace(choice, kernels=name))[0] for name in KERNELS)
         loss, expected = (each(*tokens()).detach() for each in (model, plain))
         assert relative(loss, expected) < 2**-10, kept

@@ -178,7 +178,7 @@ def test_a_linear_that_comes_out_wrong_is_refused(monkeypatch, trials):
         with pytest.raises(DeviceError, match=f'an FP8 matrix multiplication .*{message}'):
             on_a_cpu('native', 'rowwise')
     monkeypatch.undo()
-    assert on_a_cpu('native', margin=30).margin == 30       # no margin fails the trial
+    assert on_a_cpu('native', margin=30).options.margin == 30       # no margin fails the trial
 
 
 @pytest.mark.parametrize('within', [

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from conftest import ROOT
 from fp8gpt import fp8
-from fp8gpt.fp8 import backends, linear_factory
+from fp8gpt.fp8 import Options, backends, linear_factory
 from fp8gpt.fp8.linear import OptionError
 from fp8_models import (
     NATIVE, ON_A_CPU, SMALL, WIDE, build, gradient_of, gradients, on_a_cpu, tokens)
@@ -122,11 +122,11 @@ def test_keep_matches_parts_of_names():
             (['h.1'], {'h.1.attn.qkv', 'h.1.attn.proj', 'h.1.mlp.up', 'h.1.mlp.down'}),
             (['attn.proj', 'h.0.mlp.up'], {'h.0.attn.proj', 'h.1.attn.proj', 'h.0.mlp.up'}),
             (['h.*.mlp.*'], {f'h.{i}.mlp.{name}' for i in (0, 1) for name in ('up', 'down')})):
-        model, _, _ = build(dataclasses.replace(NATIVE, keep=tuple(patterns)), config=SMALL)
+        model, _, _ = build(dataclasses.replace(NATIVE, options=Options(keep=tuple(patterns))), config=SMALL)
         found = {name for name, reason in fp8.reasons(model).items() if reason == 'kept by fp8_keep'}
         assert found == expected
     with pytest.raises(ValueError, match="no linear is called 'mlp.dwn'; they are called h.0.attn.qkv"):
-        build(dataclasses.replace(NATIVE, keep=('mlp.dwn',)), config=SMALL)
+        build(dataclasses.replace(NATIVE, options=Options(keep=('mlp.dwn',))), config=SMALL)
 
 
 def test_convert_names_what_it_does_not_convert():

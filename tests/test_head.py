@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fp8gpt import fp8
 from conftest import equal, losses, run
-from fp8gpt.fp8 import Choice
+from fp8gpt.fp8 import Choice, Options
 from fp8gpt.fp8.health import cast_health
 from fp8gpt.fp8.head import Fp8Head
 from fp8gpt.fp8.linear import scaled_mm
@@ -20,7 +20,7 @@ PADDED = GPTConfig(vocab_size=50, block_size=64, n_layer=2, n_head=2, n_embd=128
 
 
 def with_head(choice=NATIVE, **fields):
-    return dataclasses.replace(choice, head=True, **fields)
+    return dataclasses.replace(choice, options=Options(head=True, **fields))
 
 
 @pytest.fixture

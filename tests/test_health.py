@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, in_ranks
 from configurator import configure
 from fp8gpt import fp8, run as runs, selfcheck
-from fp8gpt.fp8 import Choice, backends, health, linear_factory
+from fp8gpt.fp8 import Choice, Options, backends, health, linear_factory
 from fp8gpt.fp8.linear import E4M3, E5M2, DeviceError, quantizers
 from fp8_models import NATIVE, tokens
 from helpers import random, spied
@@ -59,7 +59,7 @@ def test_values_that_are_clamped_or_lost_and_scales_are_counted():
 
 
 @pytest.mark.parametrize('choice, checkpoint_every', [
-    (Choice(backend='emulate', recipe='delayed', margin=1), 0),
+    (Choice(backend='emulate', recipe='delayed', options=Options(margin=1)), 0),
     (Choice(backend='torchao', recipe='rowwise', format='e4m3'), 1),
 ], ids=['emulate', 'torchao'])
 def test_health_sees_what_the_layers_see(choice, checkpoint_every):
@@ -123,8 +123,8 @@ def sample(**fields):
 
 def test_what_is_right_passes():
     for choice in (
-            dataclasses.replace(NATIVE, head=True),
-            dataclasses.replace(DELAYED, kernels='triton', keep=('h.0.mlp.up', 'h.5')),
+            dataclasses.replace(NATIVE, options=Options(head=True)),
+            dataclasses.replace(DELAYED, kernels='triton', options=Options(keep=('h.0.mlp.up', 'h.5'))),
             Choice(backend='emulate', recipe='mxfp8', format='e4m3'),
             Choice(backend='torchao', recipe='tensorwise')):
         assert sample().problem(choice) is None
@@ -235,7 +235,7 @@ def test_wrong_or_slow_fp8_stops_an_order_and_turns_a_request_to_bf16(monkeypatc
     for recipe, more in ('tensorwise', ', --fp8_recipe=delayed x1.25'), ('delayed', ''):     # never chosen
         ours = dataclasses.replace(NATIVE, recipe=recipe, kernels='triton')
         assert checked(1.25, choice=ours, orders=recipe) == (ours, [slow.replace(' over', more + ' over')])
-    frozen = dataclasses.replace(NATIVE, lora_rank=4)
+    frozen = dataclasses.replace(NATIVE, options=Options(lora_rank=4))
     assert checked(1.25, choice=frozen) == (frozen, [])
 
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from fp8_models import NATIVE, SMALL, WIDE
 from fp8gpt import fp8
-from fp8gpt.fp8 import Choice, backends, linear_factory
+from fp8gpt.fp8 import Choice, Options, backends, linear_factory
 from model import GPT, Linear
 
 TE = Choice(backend='te')
@@ -68,7 +68,8 @@ def stand_in_te(monkeypatch):
 @pytest.mark.parametrize('choice, recipe', [
     (TE, ('Float8CurrentScaling', 'hybrid')),
     (Choice(backend='te', recipe='blockwise', format='e4m3'), ('Float8BlockScaling', 'e4m3')),
-    (Choice(backend='te', recipe='delayed', margin=2, amax_history=16), ('DelayedScaling', 'hybrid', 2, 16)),
+    (Choice(backend='te', recipe='delayed', options=Options(margin=2, amax_history=16)),
+     ('DelayedScaling', 'hybrid', 2, 16)),
 ], ids=lambda given: getattr(given, 'recipe', ''))
 def test_te_takes_plain_weights_and_opens_autocast_once_a_pass(choice, recipe, stand_in_te):
     config = WIDE if choice.recipe == 'blockwise' else SMALL

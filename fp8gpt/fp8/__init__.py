@@ -74,15 +74,17 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Choice(Options):
+class Choice:
     """Says which FP8 runs. backend: a name in BACKENDS, or 'off'. kernels: 'triton' means our own, any other
     the backend's. reason: a clause that says why this backend. instead: a clause, ', not te: ...', for each
-    request that does not run."""
+    request that does not run. options: what was asked for, of which margin, keep, ... hold as they are."""
     backend: str = 'off'
     recipe: str = 'tensorwise'
     format: str = 'hybrid'
+    kernels: str = 'auto'
     reason: str = 'by --no_fp8 or fp8_backend=off'
     instead: str = ''
+    options: Options = Options()
 
     @classmethod
     def of(cls, options, backend, place):
@@ -90,7 +92,7 @@ class Choice(Options):
         the recipe's own, the kernels 'auto' are ours for a compiled model on a GPU, where they serve."""
         recipe = cls.recipe if options.recipe == 'auto' else options.recipe
         format = RECIPES[recipe].format if options.format == 'auto' else options.format
-        choice = cls(**{**vars(options), 'backend': backend, 'recipe': recipe, 'format': format})
+        choice = cls(backend, recipe, format, options.kernels, options=options)
         if choice.kernels == 'auto' and place.compiles_for_cuda and triton_serves(choice):
             return replace(choice, kernels='triton')
         return choice
@@ -216,7 +218,7 @@ def check_choice(choice, place):
         f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}': place.tokens % multiple,
         f'no linear of this model can be in FP8: {[*in_bf16, None][0]}': in_bf16 and None not in in_bf16,
         'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp':
-            choice.lora_rank and choice.sharded,
+            choice.options.lora_rank and choice.options.sharded,
         f'fp8_kernels=triton {TRITON_SERVES}: leave it out': by_triton and not triton_serves(choice),
         # as tests/test_kernels.py counts
         'torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
@@ -226,10 +228,12 @@ def check_choice(choice, place):
     for why, wrong in rules.items():
         if wrong:
             raise OptionError(why)
+    usual, asked = ({**vars(each.options), **vars(each)} for each in (OFF, choice))
+    asked['device'] = device
     for field, allowed in BACKENDS[name].takes.items():
-        value = device if field == 'device' else getattr(choice, field)
+        value = asked[field]
         key = value if isinstance(value, str) else recipe
-        if key not in allowed and value != getattr(OFF, field, None):
+        if key not in allowed and value != usual.get(field):
             others = ' or '.join(other for other, backend in BACKENDS.items()
                                  if key in backend.takes[field] and device in backend.takes['device'])
             error = DeviceError if field == 'device' else OptionError
@@ -246,7 +250,7 @@ def triton_serves(choice):
     format, cache whole weights, and have no blocks with adapters."""
     recipe = RECIPES[choice.recipe]
     return (choice.backend == 'native' and choice.format != 'e5m2'
-            and not (choice.lora_rank or choice.sharded)
+            and not (choice.options.lora_rank or choice.options.sharded)
             and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
 
 
@@ -256,15 +260,15 @@ def why_bf16(choice, name, in_features, out_features):
     if not choice.on:
         return choice.reason
     if name == HEAD:
-        if not choice.head:
+        if not choice.options.head:
             return 'the output head decides the loss, and stays bf16'
         if not hasattr(BACKENDS[choice.backend], 'head'):
             return f'{choice.backend} has no output head in FP8'
-        if choice.lora_rank:
+        if choice.options.lora_rank:
             return 'it is frozen by lora_rank, and an output head in FP8 must train'
-        if choice.penalty_weight:
+        if choice.options.penalty_weight:
             return 'its loss in FP8 keeps no logits, which penalty_weight needs'
-    if any(matches(name, pattern) for pattern in choice.keep):
+    if any(matches(name, pattern) for pattern in choice.options.keep):
         return 'kept by fp8_keep'
     multiple = RECIPES[choice.recipe].multiple
     if in_features % multiple or out_features % multiple:
@@ -453,11 +457,11 @@ def summary(model, choice):
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
-    line += f', margin {choice.margin}' * bool(choice.margin)
+    line += f', margin {choice.options.margin}' * bool(choice.options.margin)
     line += ', Triton kernels' * (choice.kernels == 'triton')
     line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {said[0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
-    if not output_layers(model) and not choice.keep:
+    if not output_layers(model) and not choice.options.keep:
         line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
     return line
 
@@ -570,12 +574,12 @@ class State:
     Until its first amax, a weight that starts at zero, or an expert without a token, takes the scale of the
     largest amax of the model's layers, which may lose small values, but not all as 1 would.
 
-    Raises OptionError if choice.keep names no linear of the model, or the model was converted by another
+    Raises OptionError if the option keep names no linear of the model, or the model was converted by another
     choice. On several ranks, each makes one; group: those that hold the same layers; None: all."""
 
     def __init__(self, model, choice, group=None):
         names = list(reasons(model))
-        for pattern in choice.keep:
+        for pattern in choice.options.keep:
             if not any(matches(name, pattern) for name in names):
                 raise OptionError(f'fp8_keep: no linear is called {pattern!r}; '
                                   f'they are called {", ".join(names[:4])}, ...')
@@ -594,11 +598,11 @@ class State:
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
                 layer.start(layer.arithmetic, True, layer.about)
         device = next((p.device for p in model.parameters()), None)
-        shape = choice.amax_history, len(self.layers), 3
+        shape = choice.options.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device=device)
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
-        self.weight_cache = WeightCache(model, drop=choice.lora_rank > 0)
+        self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
 
     def calibrate(self, run):
         """Fill delayed scaling's histories before the first step. run(): a forward and backward pass, whose
@@ -658,12 +662,12 @@ class State:
         row = self.steps % len(self.history)
         # a step whose amax is not finite is skipped, and counts as the step before it
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
-        if self.steps % self.choice.interval == 0:
+        if self.steps % self.choice.options.interval == 0:
             largest, before = self.history.amax(0), torch.stack(scales)
             # a scale of 1 is of a layer that never had an amax
             largest = largest.where((largest > 0) | (before != 1), largest.amax(0))
             ranges = [torch.finfo(dtype).max for dtype in FORMATS[self.choice.format]]
-            new = largest.new_tensor(ranges) * (1 / (largest * 2**self.choice.margin))
+            new = largest.new_tensor(ranges) * (1 / (largest * 2**self.choice.options.margin))
             new = new.clamp(max=LARGEST_SCALE).where(largest > 0, before)
             torch._foreach_copy_(scales, list(new.unbind()))
         self.steps += 1

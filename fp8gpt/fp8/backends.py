@@ -112,7 +112,8 @@ def trial(backend, choice, device):
             x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
             with x.device:
                 plain = nn.Linear(256, 256, bias=False, dtype=x.dtype)
-                linear = backend.linear(dataclasses.replace(choice, margin=0), 256, 256, False)
+                options = dataclasses.replace(choice.options, margin=0)
+                linear = backend.linear(dataclasses.replace(choice, options=options), 256, 256, False)
             linear.load_state_dict(plain.state_dict())
             error = distance(*(output_and_gradients(each, [x]) for each in (linear, plain)))
         return '' if error < 0.1 else f'is off by {error:.0%} here'
@@ -137,7 +138,7 @@ class Emulate(Backend):
 
     def kind(self, choice):
         """Return (the class of a choice's linears, the arguments of Fp8Linear.start)."""
-        made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.margin)
+        made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.options.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
@@ -147,7 +148,7 @@ class Emulate(Backend):
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
         from .head import Fp8Head   # late: few runs have one
-        return Fp8Head(in_features, out_features, self.mm, choice.margin)
+        return Fp8Head(in_features, out_features, self.mm, choice.options.margin)
 
 
 # ----------------------------------------------------------------------------------------------------- native
@@ -237,7 +238,7 @@ def te_autocast(choice):
     settings = {'fp8_format': getattr(recipe.Format, choice.format.upper())}
     # an unknown keyword would be ignored in silence, so each recipe gets what it knows and no more
     if RECIPES[choice.recipe].delayed:
-        settings |= {'margin': choice.margin, 'amax_history_len': choice.amax_history}
+        settings |= {'margin': choice.options.margin, 'amax_history_len': choice.options.amax_history}
     return te.autocast(enabled=True, recipe=getattr(recipe, TE_RECIPES[choice.recipe][0])(**settings))
 
 

@@ -65,7 +65,7 @@ def cast_health(model, choice, run):
     'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge adds. (The
     head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass
     of it, in FP8."""
-    usual, rows = quantizers(choice.recipe, choice.format, choice.margin), {}
+    usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
     def look(layer, tensor, x, quantizer, scale):
         row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
@@ -160,10 +160,10 @@ def log_health(log, step, model, choice, run):
 def resume_flags(rows, choice):
     """Return the flags with which to resume after non-finite gradients: the three worst layers in bf16 and,
     with delayed scaling, a larger margin, since an amax may grow between two steps."""
-    layers = [*choice.keep, *(row['layer'] for row in worst_rows(rows)[:3])]
+    layers = [*choice.options.keep, *(row['layer'] for row in worst_rows(rows)[:3])]
     flags = f'--resume=latest --fp8_keep={",".join(dict.fromkeys(layers))}'
     if RECIPES[choice.recipe].delayed:
-        flags += f' --fp8_margin={choice.margin + 1}'
+        flags += f' --fp8_margin={choice.options.margin + 1}'
     return flags
 
 
@@ -283,8 +283,8 @@ def excess(found, expected, exact):
 
 
 def calibrated_state(model, choice, run):
-    """Return the calibrated State of a model, which may lack layers that choice.keep names."""
-    state = State(model, replace(choice, keep=()))
+    """Return the calibrated State of a model, which may lack layers that the option keep names."""
+    state = State(model, replace(choice, options=replace(choice.options, keep=())))
     state.calibrate(run)
     return state
 
@@ -310,7 +310,7 @@ def self_check(sample, choice, orders=''):
         raise DeviceError(f'{orders}: {problem}')
     if problem:
         return replace(OFF, reason=problem), []
-    if choice.lora_rank:
+    if choice.options.lora_rank:
         return choice, []
     trial = {'bf16': OFF, 'FP8': choice}
     if choice.kernels == 'triton' and choice.recipe == 'tensorwise':
