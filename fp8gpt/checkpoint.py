@@ -51,6 +51,8 @@ PARTS = {
     'fp8_state': (dict, NoneType),
     'tokens_per_step': (int, NoneType),         # older files lack this and the following
     'learning_rate': (float, NoneType),         # of the step
+    'skipped': (int, NoneType),                 # steps whose gradients were not finite
+    'skipped_in_row': (int, NoneType),          # of them, the longest row since the last resume
     'data': (dict, NoneType),                   # of shards.check
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
     'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
@@ -301,7 +303,7 @@ def _check_values(state):
     _check_kinds(state['precision'], {'name': str, 'reason': str})
     if state.get('fp8_choice'):
         _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
-    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
+    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss', 'skipped', 'skipped_in_row'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
     size = state['config'].get('block_size', 1)
