@@ -400,6 +400,19 @@ def test_a_damaged_checkpoint_is_told_in_one_line(folder):
     assert not survived(path, read, lambda found: same_tensors(found['weights'], whole), cases=100)
 
 
+def test_a_variable_that_another_launcher_left_hides_no_damage(folder, monkeypatch):
+    """A single process checks what it reads, whatever LOCAL_RANK is."""
+    save(folder, state(1), keep=0)
+    path = pathlib.Path(f'{folder}/step_000001.pt')
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(state(1)['weights']['wte.weight'].numpy().tobytes()[:64])] ^= 1
+    path.write_bytes(raw)
+    for left in '3', 'node7':
+        monkeypatch.setenv('LOCAL_RANK', left)
+        with pytest.raises(DataError, match='checksum'):
+            read(str(path))
+
+
 class Code:
     """Makes a folder when it is unpickled."""
 
