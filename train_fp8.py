@@ -284,7 +284,7 @@ def save(best=False, must=False):
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best, schedule.step_to_keep)
     except OSError as error:
         if must:
-            raise DataError(f'{error}: make room; --resume=latest goes on from the last checkpoint') from None
+            raise DataError(f'{error}: free or remount the disk; then --resume=latest goes on') from None
         next_save = step - step % checkpoint_freq + checkpoint_freq
         log.say(f'WARNING: {error}; training continues; the next save is at step {next_save}')
 

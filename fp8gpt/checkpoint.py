@@ -397,6 +397,9 @@ def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
     if lexists(directory) and not isdir(directory):
         raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
+    if not os.access(files.nearest_folder(directory), os.W_OK | os.X_OK):
+        raise SettingError(f'checkpoint_dir={directory} cannot be written (no permission, or a disk that is '
+                           'read-only): name another')
     if os.fsencode(directory) != directory.encode(errors='replace'):
         raise SettingError(f'checkpoint_dir={directory} is not UTF-8 here, and torch.load opens no '
                            'such path: name another, or set LC_ALL=C.UTF-8')

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from os.path import dirname, isdir, isfile, join
+from os.path import dirname, exists, isdir, isfile, join
 
 import filelock
 
@@ -220,6 +220,13 @@ def is_stale(path):
         silent = time.time() - max(locked, os.path.getmtime(log))
         return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
     return False
+
+
+def nearest_folder(path):
+    """Return a path, or the nearest above it that exists: where it would be made."""
+    while path and not exists(path):
+        path = dirname(path)
+    return path or '.'
 
 
 def checkpoint_of(path):

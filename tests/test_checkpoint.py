@@ -114,6 +114,16 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
     checkpoint.check_directory(f'{tmp_path}/caf\xe9', None, 0, False)
 
 
+def test_a_directory_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
+    """No permission, or a disk without writing: the system says so of the folder, or of the one above."""
+    monkeypatch.setattr(os, 'access', lambda path, mode: not os.path.samefile(path, tmp_path))
+    for name in '.', 'new', 'new/er':
+        with pytest.raises(SettingError, match='cannot be written .*: name another'):
+            checkpoint.check_directory(os.path.normpath(f'{tmp_path}/{name}'), None, 0, False)
+    os.mkdir(tmp_path / 'mine')
+    checkpoint.check_directory(f'{tmp_path}/mine/new', None, 0, False)
+
+
 def test_nothing_is_written_through_a_link(folder, tmp_path):
     """No name that a write takes for a while can be known before."""
     taken = []
