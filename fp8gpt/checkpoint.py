@@ -388,7 +388,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     current = step_path(directory, resumed_step)
     if not isfile(join(directory, 'best_model.pt')):
         files.remove(join(directory, 'best_model.json'))
-    if _is_in(directory, resumed_from) and isfile(current):
+    if files.is_in(directory, resumed_from) and isfile(current):
         _link(current, join(directory, 'latest.pt'))
     return lock
 
@@ -413,11 +413,6 @@ def _lock(directory):
     return files.lock(join(directory, '.lock'), refusal)
 
 
-def _is_in(directory, path):
-    """Return whether a path is in a directory."""
-    return path and samefile(dirname(path) or '.', directory)
-
-
 def is_ours(path):
     """Return whether a file's content says that a run of train.py or train_fp8.py wrote it."""
     try:
@@ -431,7 +426,7 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
     """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
     of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
     others may go."""
-    is_resumed = _is_in(directory, resumed_from)
+    is_resumed = files.is_in(directory, resumed_from)
     if is_resumed:
         what, steps = 'later checkpoints', _all_steps(directory)
         named = [path for path, step in steps.items() if step > resumed_step]

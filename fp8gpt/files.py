@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from os.path import dirname, exists, isdir, isfile, join
+from os.path import dirname, exists, isdir, isfile, join, samefile
 
 import filelock
 
@@ -220,6 +220,11 @@ def is_stale(path):
         silent = time.time() - max(locked, os.path.getmtime(log))
         return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
     return False
+
+
+def is_in(directory, path):
+    """Return whether a path is in a directory."""
+    return bool(path) and samefile(dirname(path) or '.', directory)
 
 
 def nearest_folder(path):

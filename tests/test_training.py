@@ -378,6 +378,25 @@ def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
     assert list(losses(tmp_path)) == [1, 2]
 
 
+def test_a_run_resumed_from_elsewhere_takes_over_no_other_runs_curves(one_run, here, tiny, tmp_path,
+                                                                      monkeypatch):
+    """Its folder holds another run, whose log, W&B run and TensorBoard curves it would go on in."""
+    begun = []
+    monkeypatch.setitem(runlog.WRITERS, 'use_wandb', lambda config, precision, step: begun.append(step))
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(__spec__=1))
+    words = ['train.py', *tiny, '--use_wandb', f'--checkpoint_dir={tmp_path}']
+    here(*words, '--seed=5')
+    first, resumed = losses(tmp_path), f'--resume={one_run("train.py")[0]}/latest.pt'
+    here(*words, resumed, '--max_steps=12', '--overwrite')
+    assert list(losses(tmp_path)) == [11, 12] and len(first) == 10
+    for path in tmp_path.glob('*.pt'):
+        path.unlink()
+    here(*words, resumed, '--max_steps=13')
+    assert list(losses(tmp_path)) == [11, 12, 13]
+    here(*words, '--resume=latest', '--max_steps=14')
+    assert (list(losses(tmp_path)), begun) == ([11, 12, 13, 14], [0, 0, 0, 13])
+
+
 def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)     # as where it is not installed
     mistakes = [
