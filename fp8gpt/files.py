@@ -60,7 +60,8 @@ def rename(old, new):
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot
+        # some network and FUSE file systems cannot
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     finally:
         os.close(folder)
