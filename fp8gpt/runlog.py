@@ -431,7 +431,7 @@ class RunCurves:
             for key in ('train/tokens_per_sec', 'train/dt_ms'))
         self.peak_gb = max(curve('train/peak_gb').values(), default=None)
         sizes = {step: self.speeds[step] * milliseconds[step] / 1e3
-                 for step in self.speeds.keys() & milliseconds.keys()}      # of a step, in tokens
+                 for step in self.speeds.keys() & milliseconds}      # of a step, in tokens
         if not (sizes and self.train):
             raise SettingError(f'{path} holds no training step yet')
         last = {}
@@ -439,12 +439,13 @@ class RunCurves:
             last |= record
         self.header = header_of(last)
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
-        self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
+        self.last_val, self.last_hellaswag, self.last_bits = map(
+            last_of, (self.val, self.hellaswag, curve('val/bits_per_byte')))
         self.finished = bool(records[-1].get('finished'))
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
-        self.tokens = round(sizes[max(sizes)])      # of the last step
+        self.tokens = round(last_of(sizes))      # of the last step
 
     def tokens_at(self, step):
         """Return the tokens seen up to a step: those logged, a share of them between two lines, and for steps
