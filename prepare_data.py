@@ -724,6 +724,17 @@ def print_counts(meta, progress):
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
 
 
+def cores(cgroup='/sys/fs/cgroup'):
+    """Return the CPU cores that this process may use: its affinity's, or a container's quota of time."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    for names in ['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']:        # versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):      # no such file; 'max', which is no quota
+            texts = [pathlib.Path(cgroup, name).read_text() for name in names]
+            quota, period = map(int, ' '.join(texts).split())
+            found = min(found, math.ceil(quota / period)) if quota > 0 else found
+    return found
+
+
 def encode_rows(config, paths, meta, tokenizer):
     """Return an iterator over the documents of all rows, from meta's position on."""
     settings, template = meta['settings'], meta['template']
@@ -732,8 +743,7 @@ def encode_rows(config, paths, meta, tokenizer):
         encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
     else:
         encoder = Texts(tokenizer, *columns)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores)
+    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores())
     return encoded(rows_of(paths, meta, [*columns, *sft.MORE]), encoder, workers)
 
 

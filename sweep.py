@@ -179,10 +179,11 @@ def report_sweep(found):
         run = point.result
         row = point.values | {'val loss': run and run.last_val}
         if run:
-            row |= {'tokens/s': run.speed, 'device': run.header['device'], **run.header['versions']}
+            row |= {'bits per byte': run.last_bits, 'tokens/s': run.speed}
+            row |= {'device': run.header['device'], **run.header['versions']}
         rows.append((row, point.folder))
-    # no loss, or NaN: last
-    rows.sort(key=lambda pair: min(math.inf, pair[0]['val loss'] or math.inf))
+    # by bits per byte, since tokens of two tokenizers do not compare; no loss, or NaN: last
+    rows.sort(key=lambda pair: min(math.inf, pair[0].get('bits per byte') or pair[0]['val loss'] or math.inf))
     finished = [folder for row, folder in rows if row['val loss']]
     rows = [row for row, _ in rows]
     print(runlog.markdown(rows))

@@ -123,6 +123,7 @@ before = run.resumed or {}
 step, sequences_seen = before.get('step', 0), before.get('position', 0)     # the latter of this dataset
 tokens_seen = before.get('tokens', 0)
 best_val_loss = before.get('best_val_loss')
+skipped, skipped_in_row = before.get('skipped') or 0, before.get('skipped_in_row') or 0
 length = run.length(ranks.world_size, train_data.tokens_per_epoch)     # refused now, or None: found later
 log = runlog.RunLog(ranks, run)
 log.intro(*run.early_lines())
@@ -221,6 +222,8 @@ def save(best=False, must=False):
         'tokens_per_step': length.tokens_per_step,
         'learning_rate': schedule.rate(step - 1),
         'hours': budget.hours,
+        'skipped': int(skips[0]),
+        'skipped_in_row': int(skips[2]),
         'best_val_loss': best_val_loss,
         'measured_on': run.measured_on,
         'data': run.data,
@@ -238,7 +241,7 @@ def save(best=False, must=False):
         checkpoint.save(checkpoint_dir, state, keep_checkpoints, best, schedule.step_to_keep)
     except OSError as error:
         if must:
-            raise DataError(f'{error}: make room; --resume=latest goes on from the last checkpoint') from None
+            raise DataError(f'{error}: free or remount the disk; then --resume=latest goes on') from None
         next_save = step - step % checkpoint_freq + checkpoint_freq
         log.say(f'WARNING: {error}; training continues; the next save is at step {next_save}')
 
@@ -267,9 +270,9 @@ def forward_backward(x, y, examples, n_targets):
 # --------------------------------------------------------------------------------------------------- the loop
 replays = run.launched_share(ranks.world_size, micro_steps) < 1
 replay = graphs.Replay(forward_backward, ddp_model, replays, log.say)
-skips = torch.zeros(3, device=device)  # steps with non-finite gradients: in all, in a row, longest row
+skips = torch.tensor([skipped, 0.0, 0.0], device=device)  # with non-finite gradients, in a row, longest row
 clock = runlog.Clock(loader)
-stopping = diverged = False
+stopping = diverged = skipped_in_row >= 3 and step == last_step and not eval_only
 while step < last_step:
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
                  (torch.cuda.empty_cache, empty_cache_freq))

@@ -51,6 +51,8 @@ PARTS = {
     'fp8_state': (dict, NoneType),
     'tokens_per_step': (int, NoneType),         # older files lack this and the following
     'learning_rate': (float, NoneType),         # of the step
+    'skipped': (int, NoneType),                 # steps whose gradients were not finite
+    'skipped_in_row': (int, NoneType),          # of them, the longest row since the last resume
     'data': (dict, NoneType),                   # of shards.check
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
     'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
@@ -301,7 +303,7 @@ def _check_values(state):
     _check_kinds(state['precision'], {'name': str, 'reason': str})
     if state.get('fp8_choice'):
         _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
-    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss'):
+    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss', 'skipped', 'skipped_in_row'):
         if not 0 <= (state.get(name) or 0) < MOST:
             raise ValueError(f'its {name} is {state[name]:.3g}')
     size = state['config'].get('block_size', 1)
@@ -386,7 +388,7 @@ def start_directory(directory, resumed_from, resumed_step, overwrite):
     current = step_path(directory, resumed_step)
     if not isfile(join(directory, 'best_model.pt')):
         files.remove(join(directory, 'best_model.json'))
-    if _is_in(directory, resumed_from) and isfile(current):
+    if files.is_in(directory, resumed_from) and isfile(current):
         _link(current, join(directory, 'latest.pt'))
     return lock
 
@@ -395,6 +397,9 @@ def check_directory(directory, resumed_from, resumed_step, overwrite):
     """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
     if lexists(directory) and not isdir(directory):
         raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
+    if not os.access(files.nearest_folder(directory), os.W_OK | os.X_OK):
+        raise SettingError(f'checkpoint_dir={directory} cannot be written (no permission, or a disk that is '
+                           'read-only): name another')
     if os.fsencode(directory) != directory.encode(errors='replace'):
         raise SettingError(f'checkpoint_dir={directory} is not UTF-8 here, and torch.load opens no '
                            'such path: name another, or set LC_ALL=C.UTF-8')
@@ -406,11 +411,6 @@ def check_directory(directory, resumed_from, resumed_step, overwrite):
 def _lock(directory):
     refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
     return files.lock(join(directory, '.lock'), refusal)
-
-
-def _is_in(directory, path):
-    """Return whether a path is in a directory."""
-    return path and samefile(dirname(path) or '.', directory)
 
 
 def is_ours(path):
@@ -426,7 +426,7 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
     """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
     of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
     others may go."""
-    is_resumed = _is_in(directory, resumed_from)
+    is_resumed = files.is_in(directory, resumed_from)
     if is_resumed:
         what, steps = 'later checkpoints', _all_steps(directory)
         named = [path for path, step in steps.items() if step > resumed_step]

@@ -82,7 +82,7 @@ def is_rank_0():
 
 def is_first_of_node():
     """Return whether this process is the first of its machine."""
-    return not int(os.environ.get('LOCAL_RANK', 0))
+    return not dist.is_initialized() or os.environ.get('LOCAL_RANK', '0') == '0'
 
 
 def on_rank_0(work, *arguments):

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from os.path import dirname, isdir, isfile, join
+from os.path import dirname, exists, isdir, isfile, join, samefile
 
 import filelock
 
@@ -60,7 +60,8 @@ def rename(old, new):
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot
+        # some network and FUSE file systems cannot
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     finally:
         os.close(folder)
@@ -220,6 +221,18 @@ def is_stale(path):
         silent = time.time() - max(locked, os.path.getmtime(log))
         return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
     return False
+
+
+def is_in(directory, path):
+    """Return whether a path is in a directory."""
+    return bool(path) and samefile(dirname(path) or '.', directory)
+
+
+def nearest_folder(path):
+    """Return a path, or the nearest above it that exists: where it would be made."""
+    while path and not exists(path):
+        path = dirname(path)
+    return path or '.'
 
 
 def checkpoint_of(path):

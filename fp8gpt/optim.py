@@ -75,8 +75,8 @@ class Schedule:
     def jump(self, step, before):
         """Return a line where the rates up to `step`, at which a run resumes, were those of another schedule,
         else ''. before: the last rate of the run so far, or None."""
-        if before is None or abs(self.rate(step - 1) - before) <= 0.02 * before:    # max_hours estimates
-            return ''
+        if before is None or any(abs(self.rate(each) - before) <= 0.02 * before for each in (step - 1, step)):
+            return ''       # 2%: max_hours estimates
         return (f'WARNING: the learning rate was {before:.2e} until now and is {self.rate(step):.2e} from '
                 'here on, by a schedule of another length or peak; lr_schedule=wsd goes on from before its '
                 'decay without such a jump')

@@ -625,13 +625,11 @@ def resume_lines(run, length, n_windows):
 
 def disk_line(run, model):
     """Return a warning where the disk of checkpoint_dir has too little space for the checkpoints, else ''."""
-    config, disk = run.config, run.config['checkpoint_dir']
+    config = run.config
     needed = optim.moment_bytes(model, config['optimizer'])
     needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
     at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
-    while disk and not os.path.exists(disk):
-        disk = os.path.dirname(disk)
-    free = shutil.disk_usage(disk or '.').free
+    free = shutil.disk_usage(files.nearest_folder(config['checkpoint_dir'])).free
     if free >= at_once * needed:
         return ''
     return (f'WARNING: {free / 1e9:.2f} GB are free for checkpoints, and one takes about '

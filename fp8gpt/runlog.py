@@ -162,20 +162,18 @@ class RunLog:
         self.profiler = None
 
     def open(self, precision, last_step):
-        """Open the files. A resumed run's log loses the records of later steps, a new run's starts empty.
-        last_step: where the run ends."""
+        """Open the files. A run resumed in its folder loses the log's records of later steps; any other run's
+        log starts empty. last_step: where the run ends."""
         config, run = self.config, self.run
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
-        path, step, records = join(config['checkpoint_dir'], 'log.jsonl'), 0, []
-        if run.resumed:
-            step = run.resumed['step']
+        folder, step, records = config['checkpoint_dir'], run.resumed['step'] if run.resumed else 0, []
+        path, goes_on = join(folder, 'log.jsonl'), files.is_in(folder, run.resume_path)
+        if goes_on:
             records = [record for record in files.read_log(path) if record['step'] <= step]
         elif exists(path) and not config['overwrite']:      # its checkpoints were moved away
-            kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
-            os.rename(path, kept)
-            self.say(f'log       {path} is of an earlier run: kept as {kept}')
+            self._set_aside(path)
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         self.writers['log.jsonl'] = write, _ = open_jsonl(path)
         self._attempt('log.jsonl', write, step, {
@@ -191,10 +189,15 @@ class RunLog:
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in filter(config.get, WRITERS):
-            if opened := self._attempt(name, WRITERS[name], config, precision, step):
+            if opened := self._attempt(name, WRITERS[name], config, precision, step if goes_on else 0):
                 self.writers[name] = opened
         if config['profile']:
             self._start_profile(int(min(config['profile'], last_step - step - 3)))
+
+    def _set_aside(self, path):
+        kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
+        os.rename(path, kept)
+        self.say(f'log       {path} is of an earlier run: kept as {kept}')
 
     def _start_profile(self, steps):
         if steps > 0:
@@ -428,7 +431,7 @@ class RunCurves:
             for key in ('train/tokens_per_sec', 'train/dt_ms'))
         self.peak_gb = max(curve('train/peak_gb').values(), default=None)
         sizes = {step: self.speeds[step] * milliseconds[step] / 1e3
-                 for step in self.speeds.keys() & milliseconds.keys()}      # of a step, in tokens
+                 for step in self.speeds.keys() & milliseconds}      # of a step, in tokens
         if not (sizes and self.train):
             raise SettingError(f'{path} holds no training step yet')
         last = {}
@@ -436,12 +439,13 @@ class RunCurves:
             last |= record
         self.header = header_of(last)
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
-        self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
+        self.last_val, self.last_hellaswag, self.last_bits = map(
+            last_of, (self.val, self.hellaswag, curve('val/bits_per_byte')))
         self.finished = bool(records[-1].get('finished'))
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
-        self.tokens = round(sizes[max(sizes)])      # of the last step
+        self.tokens = round(last_of(sizes))      # of the last step
 
     def tokens_at(self, step):
         """Return the tokens seen up to a step: those logged, a share of them between two lines, and for steps

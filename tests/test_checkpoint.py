@@ -114,6 +114,16 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
     checkpoint.check_directory(f'{tmp_path}/caf\xe9', None, 0, False)
 
 
+def test_a_directory_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
+    """No permission, or a disk without writing: the system says so of the folder, or of the one above."""
+    monkeypatch.setattr(os, 'access', lambda path, mode: not os.path.samefile(path, tmp_path))
+    for name in '.', 'new', 'new/er':
+        with pytest.raises(SettingError, match='cannot be written .*: name another'):
+            checkpoint.check_directory(os.path.normpath(f'{tmp_path}/{name}'), None, 0, False)
+    os.mkdir(tmp_path / 'mine')
+    checkpoint.check_directory(f'{tmp_path}/mine/new', None, 0, False)
+
+
 def test_nothing_is_written_through_a_link(folder, tmp_path):
     """No name that a write takes for a while can be known before."""
     taken = []
@@ -257,9 +267,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert calls == [(tmp_path / 'file').stat().st_ino, 'name', tmp_path.stat().st_ino]
 
 
+CANNOT = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS      # CIFS, FUSE
+
+
 def test_a_disk_that_cannot_flush_a_folder_is_written_and_one_that_fails_is_told(tmp_path, monkeypatch):
     fsync = os.fsync
-    for number, is_told in (errno.EINVAL, False), (errno.EIO, True):
+    for number, is_told in (*((number, False) for number in CANNOT), (errno.EIO, True)):
         def flush(file, number=number):
             if os.path.isdir(f'/proc/self/fd/{file}'):
                 raise OSError(number, os.strerror(number))
@@ -398,6 +411,19 @@ def test_a_damaged_checkpoint_is_told_in_one_line(folder):
     path = f'{folder}/step_000001.pt'
     whole = read(path)['weights']
     assert not survived(path, read, lambda found: same_tensors(found['weights'], whole), cases=100)
+
+
+def test_a_variable_that_another_launcher_left_hides_no_damage(folder, monkeypatch):
+    """A single process checks what it reads, whatever LOCAL_RANK is."""
+    save(folder, state(1), keep=0)
+    path = pathlib.Path(f'{folder}/step_000001.pt')
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(state(1)['weights']['wte.weight'].numpy().tobytes()[:64])] ^= 1
+    path.write_bytes(raw)
+    for left in '3', 'node7':
+        monkeypatch.setenv('LOCAL_RANK', left)
+        with pytest.raises(DataError, match='checksum'):
+            read(str(path))
 
 
 class Code:

@@ -733,3 +733,17 @@ def test_without_a_network_it_is_one_line(tmp_path):
     assert '--data_files' in error
     assert len(error.splitlines()) == 1, error
     assert not list(tmp_path.glob('data/[!.]*'))
+
+
+def test_workers_are_as_many_as_a_containers_quota_pays_for(tmp_path, monkeypatch):
+    """2.5 cores of 64 are 3 workers, by the files of either version of cgroups; without a quota 64 are."""
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(64)))
+    old = tmp_path / 'cpu'
+    old.mkdir()
+    files = tmp_path / 'cpu.max', old / 'cpu.cfs_quota_us', old / 'cpu.cfs_period_us'
+    for contents, workers in [((), 64), (('max 100000\n',), 64), (('250000 100000\n',), 3),
+                           (('1000 100000\n',), 1), (('', '-1\n', '100000\n'), 64),
+                           (('', '250000\n', '100000\n'), 3)]:
+        for path, text in zip(files, contents):
+            path.write_text(text)
+        assert prepare_data.cores(tmp_path) == workers

@@ -28,7 +28,7 @@ def opened(folder, resumed_step=0):
     folder.mkdir(exist_ok=True)
     config, resumed = {**CONFIG, 'checkpoint_dir': str(folder)}, resumed_step and {'step': resumed_step}
     run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, data={},
-                                revisions={})
+                                revisions={}, resume_path=resumed and f'{folder}/latest.pt')
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log

@@ -12,6 +12,7 @@ import pytest
 import sweep
 from configurator import SettingError, UserError, configure
 from conftest import ROOT, environment, run
+from fp8gpt import files
 
 YAML = '''
 program: train.py
@@ -164,6 +165,21 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
     assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
     message, _ = sweeps('--seed=7')
     assert 'was run with seed=1337, now 7: another --name' in message
+
+
+def test_runs_of_two_tokenizers_are_ranked_by_what_a_byte_takes_them(tmp_path, monkeypatch, capsys):
+    """The first has more nats per token, as its tokens are longer, and fewer per byte."""
+    monkeypatch.chdir(tmp_path)
+    found = sweep.points(['--n_layer=1,2,3'], 's')
+    for point, loss, bits in zip(found, (6.9, 3.4, math.nan), (3.0, 4.8, math.nan)):
+        records = [{'config': {}, 'device': 'a CPU', 'versions': {}, 'train/loss': 5.0, 'train/dt_ms': 2.0,
+                    'train/tokens_per_sec': 9.0}, {'val/loss': loss, 'val/bits_per_byte': bits},
+                   {'finished': True}]
+        files.write_text(f'{point.folder}/log.jsonl', ''.join(
+            json.dumps({'step': 1} | record) + '\n' for record in records))
+    sweep.report_sweep(found[::-1])
+    with open('sweeps/s/results.csv') as file:
+        assert [row['n_layer'] for row in csv.DictReader(file)] == ['1', '2', '3']
 
 
 @pytest.mark.slow

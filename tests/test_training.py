@@ -276,7 +276,7 @@ def test_a_full_disk_does_not_end_the_run_until_it_must(here, tiny, tmp_path, mo
     with pytest.raises(OSError, match='step_000010.pt') as error:
         here('train.py', *tiny, '--checkpoint_freq=4', '--eval_freq=3', f'--checkpoint_dir={tmp_path}')
     assert (error.value.exit_code, len(losses(tmp_path))) == (1, 10)
-    assert str(error.value).endswith('make room; --resume=latest goes on from the last checkpoint')
+    assert str(error.value).endswith('--resume=latest goes on')
     said = re.findall(r'the next save is at step (\d+)', capsys.readouterr().out)
     assert said == ['4', '8', '8', '12', '12']
     assert not list(tmp_path.glob('*.pt*'))
@@ -326,9 +326,9 @@ def test_three_non_finite_steps_in_a_row_save_and_stop_and_the_way_on_works(tiny
     printed works twice, since the rate stays."""
     words = [*FP8, *tiny, '--fp8_recipe=delayed', '--max_lr=1e30', '--grad_clip=0']
     words += [f'--checkpoint_dir={tmp_path}']
-    for step in 4, 7:
+    for step, skipped in (4, 3), (7, 6):
         done, start = run(*words, rc=1), 'if FP8 is the cause, go on by the same command with '
-        assert ('| skipped: 3\n' in done.stdout, 'skipped: 4' in done.stdout) == (True, False)
+        assert re.findall('skipped: (.)', done.stdout)[-1] == str(skipped)
         assert 'three steps in a row' in done.stderr
         state = read(tmp_path / 'latest.pt')
         assert state['step'] == step and all(w.isfinite().all() for w in state['weights'].values())
@@ -340,6 +340,18 @@ def test_three_non_finite_steps_in_a_row_save_and_stop_and_the_way_on_works(tiny
     assert flags[-1] == '--fp8_margin=2'
     out = run(*words, '--dry_run').stdout
     assert 'kept by fp8_keep' in out and 'margin 2' in out and 'at step 7' in out
+
+
+def test_a_run_whose_last_steps_are_skipped_is_not_finished_by_a_resume(tiny, tmp_path):
+    """Of 10 steps, all after the first are skipped. The same command again neither trains nor finishes."""
+    words = ['train.py', *tiny, '--max_lr=1e30', '--log_freq=10', '--resume=auto',
+             f'--checkpoint_dir={tmp_path}']
+    for _ in range(2):
+        run(*words, rc=1)
+        assert records(tmp_path, 'train/skipped') == [(1, 0), (10, 9)]
+        assert records(tmp_path, 'finished') == []
+    run(*words, '--max_steps=12')
+    assert records(tmp_path, 'train/skipped')[-1] == (12, 11)
 
 
 # -------------------------------------------------------------------------------------------- what it refuses
@@ -364,6 +376,25 @@ def test_a_log_without_its_checkpoints_is_kept(one_run, here, tiny, tmp_path):
     assert f'log.jsonl is of an earlier run: kept as {tmp_path}/log.jsonl.2' in out
     assert [(tmp_path / f'log.jsonl.{n}').read_text() for n in (1, 2)] == [log, log]
     assert list(losses(tmp_path)) == [1, 2]
+
+
+def test_a_run_resumed_from_elsewhere_takes_over_no_other_runs_curves(one_run, here, tiny, tmp_path,
+                                                                      monkeypatch):
+    """Its folder holds another run, whose log, W&B run and TensorBoard curves it would go on in."""
+    begun = []
+    monkeypatch.setitem(runlog.WRITERS, 'use_wandb', lambda config, precision, step: begun.append(step))
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(__spec__=1))
+    words = ['train.py', *tiny, '--use_wandb', f'--checkpoint_dir={tmp_path}']
+    here(*words, '--seed=5')
+    first, resumed = losses(tmp_path), f'--resume={one_run("train.py")[0]}/latest.pt'
+    here(*words, resumed, '--max_steps=12', '--overwrite')
+    assert list(losses(tmp_path)) == [11, 12] and len(first) == 10
+    for path in tmp_path.glob('*.pt'):
+        path.unlink()
+    here(*words, resumed, '--max_steps=13')
+    assert list(losses(tmp_path)) == [11, 12, 13]
+    here(*words, '--resume=latest', '--max_steps=14')
+    assert (list(losses(tmp_path)), begun) == ([11, 12, 13, 14], [0, 0, 0, 13])
 
 
 def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
