@@ -270,7 +270,8 @@ def forward_backward(x, y, examples, n_targets):
 # --------------------------------------------------------------------------------------------------- the loop
 replays = run.launched_share(ranks.world_size, micro_steps) < 1
 replay = graphs.Replay(forward_backward, ddp_model, replays, log.say)
-skips = torch.tensor([skipped, 0.0, 0.0], device=device)  # with non-finite gradients, in a row, longest row
+# steps with gradients that are not finite: in all, in a row, in the longest row
+skips = torch.tensor([skipped, 0.0, 0.0], device=device)
 clock = runlog.Clock(loader)
 stopping = diverged = skipped_in_row >= 3 and step == last_step and not eval_only
 while step < last_step:

@@ -195,6 +195,7 @@ class RunLog:
             self._start_profile(int(min(config['profile'], last_step - step - 3)))
 
     def _set_aside(self, path):
+        """Rename a log, and say so."""
         kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
         os.rename(path, kept)
         self.say(f'log       {path} is of an earlier run: kept as {kept}')

@@ -661,7 +661,7 @@ def prepare_examples(config):
     folder = shards.dataset_dir(config)
     if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
-    if int(os.environ.get('LOCAL_RANK', 0)):
+    if os.environ.get('WORLD_SIZE', '1') != '1' and int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
     elif not _is_prepared(folder):

@@ -651,14 +651,16 @@ def test_show_marks_the_targets_and_escapes_what_a_terminal_obeys(tmp_path, chat
 # ------------------------------------------------------------------------------- training on it
 
 def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, capsys):
-    """Ranks 8 and 9 are the second machine's: 8 prepares, and 9 waits for it."""
+    """Ranks 8 and 9 are the second machine's: 8 prepares, and 9 waits for it. One alone does, whatever
+    LOCAL_RANK was left."""
     done, ready, commands = SimpleNamespace(returncode=0), [], []
     monkeypatch.setattr(sft, '_is_prepared', lambda *folder: bool(ready))
     monkeypatch.setattr(sft.time, 'sleep', ready.append)
     monkeypatch.setattr(sft.subprocess, 'run', lambda words, env: commands.append(words) or done)
-    for rank, local_rank, expected in (8, 0, (1, 0)), (9, 1, (1, 1)):
-        monkeypatch.setenv('RANK', str(rank))
-        monkeypatch.setenv('LOCAL_RANK', str(local_rank))
+    for world_size, local_rank, expected in ('16', '0', (1, 0)), ('16', '1', (1, 1)), ('1', 'left', (2, 0)):
+        ready.clear()
+        monkeypatch.setenv('WORLD_SIZE', world_size)
+        monkeypatch.setenv('LOCAL_RANK', local_rank)
         sft.prepare_examples({'dataset': 'openmathinstruct2', 'tokenizer': 'byte', 'split_name': 'train_1M',
                               'data_dir': str(tmp_path), 'dry_run': False})
         assert (len(commands), len(ready)) == expected
