@@ -3,6 +3,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import pickle
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn as nn
 from torch.nn.utils import prune
 
 from fp8gpt import distributed, fp8
+from fp8gpt.fp8 import backends
 from fp8gpt.fp8.health import cast_health
 from fp8_models import extra_tensors, gradient_of, on_a_cpu
 from helpers import relative, same_tensors
@@ -644,6 +646,18 @@ def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
     model[0].weight = None      # as LoRA has it
     model[0].wt8 = model[0].wt8_scale_inv = None
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize('backend, recipe', [('native', 'delayed'), ('torchao', 'tensorwise')])
+def test_a_pickle_computes_the_same_in_another_process(backend, recipe):
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu(backend, recipe)
+    fp8.convert(model, choice)
+    saved, y = pickle.dumps(model), model(x)
+    backends.torchao_linear.cache_clear()       # which another process has not filled either
+    assert torch.equal(pickle.loads(saved)(x), y)
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(RuntimeError, match='parametrized'):     # torch's own
+        pickle.dumps(model)
 
 
 def test_a_parametrized_weight_is_computed_once_a_forward():
