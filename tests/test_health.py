@@ -86,6 +86,16 @@ def test_health_sees_what_the_layers_see(choice, checkpoint_every):
     assert not any(m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize('bad', [0, 1])
+def test_a_linear_that_is_called_twice_has_its_worst_call(bad):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64)), [torch.randn(64, 64) for _ in range(2)]
+    fp8.convert(model, NATIVE)
+    x[bad][0, 0] = 1e7
+    both, alone = (health.cast_health(model, NATIVE, lambda xs=xs: sum(map(model, xs)).sum().backward())[0]
+                   for xs in (x, [x[bad]]))
+    assert both == alone and alone['tensor'] == 'input' and alone['verdict'] == 'bad'
+
+
 def test_what_is_not_finite_comes_before_all():
     model, run = model_and_run(NATIVE)
     with torch.no_grad():
