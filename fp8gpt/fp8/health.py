@@ -78,6 +78,8 @@ def cast_health(model, choice, run):
         if scale is None:
             scale = None, None, None
         x = arguments[0] if arguments else named['input']
+        if x.is_nested or not x.numel():    # as an expert without a token: see falls_back
+            return
         look(name, 'input', x, kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
             look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
