@@ -384,6 +384,15 @@ def test_a_summary_of_parts_in_different_recipes():
         assert formats.strip().startswith('hybrid and e4m3;')
 
 
+def test_a_linear_that_comes_after_the_conversion_counts_as_bf16():
+    """A head for other classes, or of another vocabulary, say, or an adapter."""
+    model = stack()
+    choice, _ = in_fp8(model)
+    model[3] = nn.Linear(64, 64)
+    said = fp8.summary(model, choice)
+    assert '2 of 3 linears' in said and '67% of the linears' in said and '3: added after fp8.convert' in said
+
+
 def test_a_mixtures_experts_count_as_bf16():
     """They are tensors (experts, out, in), by which transformers' Mixtral multiplies; three kinds of others
     are none: a convolution's, an embedding's, a class token."""
