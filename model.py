@@ -430,7 +430,7 @@ class ChunkedNats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         of_h, *sums = ctx.saved_tensors
-        of_weights = [gradient.mul_(g).to(dtype) for gradient, dtype in zip(sums, ctx.dtypes)]
+        of_weights = [(gradient * g).to(dtype) for gradient, dtype in zip(sums, ctx.dtypes)]
         return None, None, of_h * g, *of_weights
 
 

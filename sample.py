@@ -52,11 +52,14 @@ device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
 say(about)
 found = pretrained.generation_of(ckpt)
-without_effect = {'repetition_penalty': 1, 'min_p': 0, 'typical_p': 1, 'no_repeat_ngram_size': 0,
-                  'num_beams': 1, 'suppress_tokens': [], 'bad_words_ids': []}
-for name, value in without_effect.items():
-    if found.get(name, value) not in (None, value):
-        say(f'# {name}={found[name]} of generation_config.json is not built')
+for nothing, names in (     # the value without an effect, and what has it
+        (1, 'repetition_penalty typical_p guidance_scale num_beams'),
+        (0, 'min_p epsilon_cutoff eta_cutoff no_repeat_ngram_size min_length min_new_tokens'),
+        ([], 'suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias stop_strings top_h '
+             'forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty')):
+    for name in names.split():
+        if found.get(name) not in (None, nothing):
+            say(f'# {name}={found[name]} of generation_config.json is not built')
 if found.get('do_sample') is False:     # transformers then reads no temperature
     found['temperature'] = 0
 found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')

@@ -44,6 +44,7 @@ GPT2 = Family(
         activation_function=('gelu_new', 'gelu_pytorch_tanh'),
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
+        is_causal=(True,),
     ),
 )
 LLAMA = Family(
@@ -70,7 +71,7 @@ LLAMA = Family(
         tie_word_embeddings=False,
         rope_theta=1e4,
     ),
-    fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,)),
+    fixed=dict(hidden_act=('silu', 'swish'), partial_rotary_factor=(1.0,), is_causal=(True,)),
 )
 QWEN2 = LLAMA._replace(
     like=dict(LLAMA.like, bias=False, qkv_bias=True),

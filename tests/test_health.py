@@ -86,6 +86,24 @@ def test_health_sees_what_the_layers_see(choice, checkpoint_every):
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_a_call_without_a_token_has_no_health():
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), torch.randn(64, 64)
+    fp8.convert(model, NATIVE)
+    for idle in x[:0], torch.nested.nested_tensor([x], layout=torch.jagged):
+        rows = health.cast_health(model, NATIVE, lambda idle=idle: (model[0](x), model[1](idle)))
+        assert [row['layer'] for row in rows] == ['0', '0']
+
+
+@pytest.mark.parametrize('bad', [0, 1])
+def test_a_linear_that_is_called_twice_has_its_worst_call(bad):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64)), [torch.randn(64, 64) for _ in range(2)]
+    fp8.convert(model, NATIVE)
+    x[bad][0, 0] = 1e7
+    both, alone = (health.cast_health(model, NATIVE, lambda xs=xs: sum(map(model, xs)).sum().backward())[0]
+                   for xs in (x, [x[bad]]))
+    assert both == alone and alone['tensor'] == 'input' and alone['verdict'] == 'bad'
+
+
 def test_what_is_not_finite_comes_before_all():
     model, run = model_and_run(NATIVE)
     with torch.no_grad():

@@ -284,6 +284,8 @@ def test_what_a_model_uses_and_gpt_lacks_is_refused_by_name(tmp_path):
         ('llama', dict(quantization_config={'weight_block_size': None}), 'weight_block_size=None'),
         ('llama', dict(attention_bias=True), 'biases of attention alone, or of the MLP alone, are not built'),
         ('gpt2', dict(activation_function='relu'), 'activation_function=relu is not built: gelu_new is'),
+        ('llama', dict(is_causal=False), 'is_causal=False is not built: True is'),
+        ('gpt2', dict(is_causal=False), 'is_causal=False'),
         ('qwen2', dict(unused, use_sliding_window=False, max_window_layers=1), ''),
         ('qwen2', dict(unused, use_sliding_window=True, max_window_layers=2), ''),
     ):

@@ -143,12 +143,13 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
         assert said[:-1] == [line] * bool(line)
     assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
     shutil.copytree(folder, tmp_path / 'odd')
-    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1, min_p=0.1, num_beams=1)
+    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1, min_p=0.1, num_beams=1,
+                  min_new_tokens=5, stop_strings=['.'], eta_cutoff=0.0)
     said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0', '--num_samples=2')
     assert said.endswith('\n--- 1\n\n--- 2\n\n')
-    for name in 'repetition_penalty=1.1', 'min_p=0.1':
+    for name in 'repetition_penalty=1.1', 'min_p=0.1', 'min_new_tokens=5', "stop_strings=['.']":
         assert f'# {name} of generation_config.json is not built' in said
-    assert 'num_beams' not in said
+    assert 'num_beams' not in said and 'eta_cutoff' not in said
     change_config(tmp_path / 'odd', 'generation_config', do_sample=False)
     said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
     assert '# --temperature=0, by generation_config.json\n' in said

@@ -191,6 +191,14 @@ def test_a_compiled_loss_in_chunks_is_the_loss(batch):
     assert forms_that_differ(forms, batch, LLAMA, put=put) == []
 
 
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_a_loss_goes_backward_twice(chunks, batch):
+    gpt = noisy(UNTIED, loss_chunks=chunks)
+    loss, weights = gpt(*batch), [*gpt.parameters()]
+    once, thrice = (torch.autograd.grad(times * loss, weights, retain_graph=True) for times in (1, 3))
+    assert all(torch.allclose(3 * a, b, rtol=1e-5, atol=1e-6) for a, b in zip(once, thrice))
+
+
 def test_the_heads_gradient_adds_up_in_fp32(batch):
     """In bf16, sixteen parts would add roundings; one is left, of the sum, beside those of the products."""
     x, y = torch.cat([batch[0]] * 8), torch.cat([batch[1]] * 8)

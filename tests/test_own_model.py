@@ -3,6 +3,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import pickle
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn as nn
 from torch.nn.utils import prune
 
 from fp8gpt import distributed, fp8
+from fp8gpt.fp8 import backends
 from fp8gpt.fp8.health import cast_health
 from fp8_models import extra_tensors, gradient_of, on_a_cpu
 from helpers import relative, same_tensors
@@ -382,6 +384,15 @@ def test_a_summary_of_parts_in_different_recipes():
         assert formats.strip().startswith('hybrid and e4m3;')
 
 
+def test_a_linear_that_comes_after_the_conversion_counts_as_bf16():
+    """A head for other classes, or of another vocabulary, say, or an adapter."""
+    model = stack()
+    choice, _ = in_fp8(model)
+    model[3] = nn.Linear(64, 64)
+    said = fp8.summary(model, choice)
+    assert '2 of 3 linears' in said and '67% of the linears' in said and '3: added after fp8.convert' in said
+
+
 def test_a_mixtures_experts_count_as_bf16():
     """They are tensors (experts, out, in), by which transformers' Mixtral multiplies; three kinds of others
     are none: a convolution's, an embedding's, a class token."""
@@ -644,6 +655,18 @@ def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
     model[0].weight = None      # as LoRA has it
     model[0].wt8 = model[0].wt8_scale_inv = None
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize('backend, recipe', [('native', 'delayed'), ('torchao', 'tensorwise')])
+def test_a_pickle_computes_the_same_in_another_process(backend, recipe):
+    model, x, choice = stack(), torch.randn(32, 64), on_a_cpu(backend, recipe)
+    fp8.convert(model, choice)
+    saved, y = pickle.dumps(model), model(x)
+    backends.torchao_linear.cache_clear()       # which another process has not filled either
+    assert torch.equal(pickle.loads(saved)(x), y)
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(RuntimeError, match='parametrized'):     # torch's own
+        pickle.dumps(model)
 
 
 def test_a_parametrized_weight_is_computed_once_a_forward():

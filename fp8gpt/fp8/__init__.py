@@ -411,8 +411,11 @@ def checkpointer(choice):
 
 
 def reasons(model):
-    """Return name -> bf16_reason of the linears; None is FP8's."""
-    return {name: m.bf16_reason for name, m in model.named_modules() if hasattr(m, 'bf16_reason')}
+    """Return name -> bf16_reason of the linears; None is FP8's. {}: the model was not converted."""
+    late = 'added after fp8.convert'
+    found = {name: getattr(m, 'bf16_reason', late) for name, m in model.named_modules()
+             if hasattr(m, 'bf16_reason') or type(m) is nn.Linear}
+    return {} if {*found.values()} <= {late} else found
 
 
 def fp8_linears(model):
@@ -438,7 +441,8 @@ def matrices(module):
 
 def fp8_share(model):
     """Return the share of the linears' FLOPs that is in FP8."""
-    in_bf16 = sum(p.numel() for m in model.modules() if getattr(m, 'bf16_reason', None) for p in matrices(m))
+    in_bf16 = sum(p.numel() for name, reason in reasons(model).items() if reason
+                  for p in matrices(model.get_submodule(name)))
     in_fp8 = sum(m.in_features * m.out_features for m in fp8_linears(model).values())  # frozen: no weight
     return in_fp8 / (in_fp8 + in_bf16)
 

@@ -352,7 +352,19 @@ def torchao_linear(choice):
                 return self.plain(self, x)
             return super().forward(x.contiguous())      # its rowwise recipes flatten nothing else
 
+        def __reduce_ex__(self, protocol):
+            made, arguments, *state = super().__reduce_ex__(protocol)
+            if type(self) is TorchaoLinear:     # not one that is sharded: pickle finds no class of a function
+                made, arguments = empty_torchao_linear, (choice,)
+            return made, arguments, *state
+
     return functools.partial(TorchaoLinear, config=config)
+
+
+def empty_torchao_linear(choice):
+    """Return a choice's linear of torchao without attributes, which unpickling adds."""
+    made = torchao_linear(choice).func
+    return made.__new__(made)
 
 
 class Torchao(Backend):

@@ -61,15 +61,16 @@ def tensor_health(x, quantizer, scale=None):
 
 
 def cast_health(model, choice, run):
-    """Return a row for each FP8 linear and tensor, by emulate's quantizer for every backend: 'layer',
-    'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge adds. (The
-    head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and backward pass
-    of it, in FP8."""
+    """Return a row for each FP8 linear and tensor, of its worst call, by emulate's quantizer for any backend:
+    'layer', 'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge
+    adds. (The head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and
+    backward pass of it, in FP8."""
     usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
     def look(layer, tensor, x, quantizer, scale):
         row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
-        rows[layer, tensor] = judge(row | tensor_health(x.detach(), quantizer, scale))
+        row = judge(row | tensor_health(x.detach(), quantizer, scale))
+        rows[layer, tensor] = max(row, rows.get((layer, tensor), row), key=lambda row: row['badness'])
 
     def watch(name, module, arguments, named, y):
         kind = module.arithmetic.quantizers if name == HEAD else usual
@@ -77,6 +78,8 @@ def cast_health(model, choice, run):
         if scale is None:
             scale = None, None, None
         x = arguments[0] if arguments else named['input']
+        if x.is_nested or not x.numel():    # as an expert without a token: see falls_back
+            return
         look(name, 'input', x, kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
             look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
