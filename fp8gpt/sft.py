@@ -378,7 +378,11 @@ class Examples:
         ids, offsets = tokens
         mask, n_bytes = np.zeros(len(ids), int), 0
         for start, end in itertools.chain(*targets):
-            mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
+            chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
+            first = offsets[chosen.argmax(), 0]
+            if first < start and self.special.match(clean, first):      # Phi-3's takes the blanks behind it
+                chosen[chosen.argmax()] = False
+            mask[chosen] = TARGET
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
         if is_endless:
             ids = np.append(ids, self.tokenizer.eot)

@@ -176,6 +176,23 @@ def test_a_thought_between_special_tokens_is_learned(tmp_path):
         example(get_tokenizer(folder), apart, sft.pair('a <|turn|> b', 'c'))
 
 
+def test_a_header_is_no_target_though_its_token_takes_the_blanks_behind_it(tmp_path):
+    """Phi-3's <|assistant|> does: the blanks of its header and those that an answer begins with."""
+    template = turns('{{ m.content }}', header="{{ '<|' + ROLE + '|>\\n' }}")
+    folder = make_tokenizer(tmp_path, chat_template=template)
+    made = json.loads((tmp_path / 'tokenizer.json').read_text())
+    first, added = len(made['model']['vocab']), made['added_tokens']
+    for i, text in enumerate(('<|user|>', '<|assistant|>'), start=first):
+        added.append({**added[0], 'id': i, 'content': text, 'rstrip': True})
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(made))
+    tokenizer, theirs = get_tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for chat in sft.pair('a', '\n b'), sft.pair('a', 'b'), [*sft.pair('a', ' b \n'), *sft.pair('c', '\td')]:
+        ids, mask = example(tokenizer, template, chat)
+        assert ids == theirs.apply_chat_template(chat, return_dict=False)
+        assert targets(tokenizer, ids, mask) == [
+            each['content'].lstrip() + '<|end_of_turn|>' for each in chat if each['role'] == 'assistant']
+
+
 def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
     tags = ['[INST]', '[/INST]', '[TOOL_CALLS]', '[RESULT]', '[/RESULT]']
     template = (
