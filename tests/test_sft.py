@@ -376,6 +376,20 @@ def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
     assert made.document(chat[2:])[2]['notes'] == [sft.ENDLESS]
 
 
+def test_a_token_before_system_messages_alone_is_text_in_a_message(tmp_path):
+    """Phi-3's and Zephyr's <|system|>, as a special token and as one of add_tokens."""
+    template = turns('{{ m.content }}', header="{{ '<|' + ROLE + '|>\\n' }}")
+    chat = [CHAT[0], *sft.pair('a <|system|> b', 'c <|system|> d')]
+    tags = ['<|system|>', '<|user|>', '<|assistant|>']
+    for place, kinds in ('words', {'words': tags}), ('special', {'additional_special_tokens': tags}):
+        tokenizer = get_tokenizer(make_tokenizer(tmp_path / place, chat_template=template, **kinds))
+        rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat)
+        ids, mask = rows.T.tolist()
+        assert ids.count(tokenizer.library.token_to_id('<|system|>')) == 1
+        assert targets(tokenizer, ids, mask) == ['c <|system|> d<|end_of_turn|>']
+        assert counts['notes'] == ['hold the text of a special token, which is taken as text']
+
+
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
     off = [{'weight': 0}, {'train': False}, {'training': False}, {'loss': False},
            {'weight': '0'}, {'loss': 'False'}, {'loss_weight': 0.0}]
