@@ -248,7 +248,10 @@ def call_of(call):
     if isinstance(call, dict):
         call = call if 'function' in call else {'type': 'function', 'function': call}
         if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
+            others = ', '.join(sorted(call['function'].keys() - {'name', 'type', 'id', 'call_id'}))
             arguments = from_json(call['function'].get('arguments'))
+            if others and 'arguments' not in call['function']:
+                raise DataError(f'a tool call has {others:.100}, but no arguments')
             if arguments in (None, ''):     # what some write for none
                 arguments = {}
             return {**call, 'function': {**call['function'], 'arguments': arguments}}

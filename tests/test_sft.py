@@ -504,6 +504,13 @@ def test_the_forms_of_messages_say_the_same():
                          ({'roel': 'user'}, 'has no role, but roel, content')):
         with pytest.raises(DataError, match=why):
             sft.message_of({**message, 'content': 'a'})
+    for key in 'parameters', 'input':       # Llama 3's and Anthropic's: they are not to be lost
+        said = {'name': 'f', key: {'x': 1}}
+        for call in ({'from': 'function_call', 'value': json.dumps(said)}, {**calls, 'tool_calls': [said]},
+                     {**calls, 'tool_calls': [{'type': 'function', 'function': said}]}):
+            with pytest.raises(DataError, match=f'a tool call has {key}, but no arguments'):
+                sft.message_of(call)
+    assert sft.message_of({**calls, 'tool_calls': [{'name': 'f', 'type': 'function', 'id': 'x'}]})
     for kind in 'reasoning', 'thinking', 'image':
         with pytest.raises(DataError, match='parts that are no text'):
             sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
