@@ -55,8 +55,9 @@ FORMS = ('messages (role, content); conversations (from, value, or texts in turn
          'question and answer; or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
-ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
-          'function_call': 'assistant', 'tool_call': 'assistant'}
+ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool'}
+CALLS = {'function_call': 'assistant', 'tool_call': 'assistant'}
+ROLES |= CALLS
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 CALL_FORMS = [*itertools.product(('', None), (False, True))]
@@ -113,7 +114,9 @@ def conversation(row, columns):
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
         entries = in_turn(entries or []) if len(columns) == 1 else entries
-        messages = [message for entry in entries for message in messages_of(entry)]
+        messages = []
+        for entry in entries:
+            add_messages(messages, messages_of(entry), is_call_alone(entry))
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
     return with_system(messages, row), tools_of(row)
@@ -203,6 +206,20 @@ def messages_of(entry):
     return conversation(entry, columns)[0] if len(columns) > 1 else [message_of(entry)]
 
 
+def add_messages(messages, found, is_call):
+    """Add those found in an entry to the messages before it. A call alone belongs to the answer before it."""
+    last, calls = [{}, *messages][-1], is_call and found[0].get('tool_calls')
+    if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
+        last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
+    else:
+        messages += found
+
+
+def is_call_alone(entry):
+    """Return whether an entry is a call by its role, as ms-swift and ShareGPT have it."""
+    return isinstance(entry, dict) and str(entry.get('role') or entry.get('from')).lower() in CALLS
+
+
 def message_of(entry):
     """Return a message with role, content and, of calls, tool_calls, of an entry in OpenAI's or ShareGPT's
     form. Raises DataError where it is none."""
@@ -215,7 +232,7 @@ def message_of(entry):
         lacks = said == 'none' and f'one of its messages has no role, but {", ".join(entry):.100}'
         raise DataError(lacks or f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
     content = entry.pop('content', entry.pop('value', None))
-    is_call = said in ('function_call', 'tool_call')
+    is_call = said in CALLS
     calls = from_json(content if is_call else entry.pop('tool_calls', None)) or []
     calls = [*(calls if isinstance(calls, list) else [calls]),
              *filter(None, [entry.pop('function_call', None)])]

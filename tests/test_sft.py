@@ -523,6 +523,28 @@ def test_the_forms_of_messages_say_the_same():
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
 
 
+def test_calls_with_a_role_of_their_own_belong_to_one_answer():
+    """ms-swift has each call of an answer, and its words before them, as a message; the answer stops once."""
+    def call(i):
+        return {'name': 'f', 'arguments': {'x': i}}
+    ask, results = {'role': 'user', 'content': 'a'}, [{'role': 'tool', 'content': 'r'}] * 2
+    alone = [{'role': 'tool_call', 'content': json.dumps(call(i))} for i in range(2)]
+    shared = [{'from': 'function_call', 'value': each['content']} for each in alone]
+    calls = [{'type': 'function', 'function': call(i)} for i in range(2)]
+    for said in '', '<think>\nhm\n</think>\n', 'b':
+        words = {'role': 'assistant', 'content': said}
+        answer = {**words, 'tool_calls': calls}
+        for form in alone, shared:
+            chat = [ask, *[words] * bool(said), *form, *results, {**words, 'content': 'c'}]
+            wanted = [ask, answer, *results, {**words, 'content': 'c'}]
+            assert sft.conversation({'messages': chat}, ['messages'])[0] == wanted
+    chat = [ask, {**alone[0], 'loss': False}, alone[1]]      # one of them is not to be learned
+    assert [len(each.get('tool_calls', ())) for each in sft.conversation(
+        {'messages': chat}, ['messages'])[0]] == [0, 1, 1]
+    twice = [ask, {**answer, 'tool_calls': calls[:1]}, {**answer, 'tool_calls': calls[1:]}]
+    assert sft.conversation({'messages': twice}, ['messages'])[0] == twice      # as the row has them
+
+
 # ------------------------------------------------------------------------------- prepare_data.py
 
 def stored(folder, split):
