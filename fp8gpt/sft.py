@@ -370,7 +370,7 @@ class Examples:
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
-        _, end, last = learned[-1]
+        n_learned, (_, end, last) = sum(map(bool, targets)), learned[-1]
         is_endless = not self._stop(clean, end) and not whole[last:].strip()
         if is_endless:      # EOT follows the blanks that may stand behind the answer
             targets.append([(last, len(whole))])
@@ -382,7 +382,7 @@ class Examples:
             'have answers that the template does not mark, which are no targets':
                 not all(targets),
             ENDLESS:
-                not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
+                np.isin(ids[mask == TARGET], self.tokenizer.stops).sum() < n_learned,
             'hold the text of a special token, which is taken as text':
                 len(pieces) > 1,
         }

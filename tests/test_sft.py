@@ -351,8 +351,14 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
     once = bare.replace('{% if add', '{{ eos_token }}{% if add')       # one stop, at the end of the chat
-    for chat, wanted in ((CHAT[1:], ['It is 4.', 'Four, \U0001f642.\n<|end|>']), (CHAT[1:4], ['It is 4.'])):
-        assert targets(get_tokenizer(chat_folder), *example(get_tokenizer(chat_folder), once, chat)) == wanted
+    tokenizer, last = get_tokenizer(chat_folder), 'Four, \U0001f642.\n<|end|>'
+    for template, chat, wanted, notes in (
+            (once, CHAT[1:], ['It is 4.', last], [sft.ENDLESS]),
+            (once, CHAT[1:4], ['It is 4.'], [sft.ENDLESS]),
+            (bare, CHAT[1:], ['It is 4.', last], [sft.ENDLESS]), (bare, CHAT[3:], [last], [])):
+        rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat)
+        assert targets(tokenizer, *rows.T.tolist()) == wanted
+        assert counts['notes'] == notes     # one answer without a stop is enough
 
 
 def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
