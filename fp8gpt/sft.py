@@ -370,7 +370,8 @@ class Examples:
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
-        n_learned, (_, end, last) = sum(map(bool, targets)), learned[-1]
+        n_learned = sum(map(bool, targets))
+        _, end, last = learned[-1]
         is_endless = not self._stop(clean, end) and not whole[last:].strip()
         if is_endless:      # EOT follows the blanks that may stand behind the answer
             targets.append([(last, len(whole))])
@@ -387,7 +388,7 @@ class Examples:
                 len(pieces) > 1,
         }
         notes = [note for note, is_so in notes.items() if is_so]
-        notes = notes or self._left_out(messages, tools, whole)
+        notes += self._left_out(messages, tools, whole, len(learned) < len(answers))
         if not begun:
             notes.append(OTHER_BEGINNING.format(self.header))
         return ids, mask, n_bytes, [*notes, *self._unread(messages)]
@@ -423,11 +424,15 @@ class Examples:
                 said.append(NO_JSON)
         return [*dict.fromkeys(said)]
 
-    def _left_out(self, messages, tools, whole):
-        """Return what is to be said of messages and tools that their text `whole` lacks."""
+    def _left_out(self, messages, tools, whole, are_thoughts_said):
+        """Return what is to be said of messages and tools that their text `whole` lacks. are_thoughts_said:
+        whether that is said already of the assistant's."""
         said = []
-        if not all(words_beside_answer(message) in whole for message in messages):
-            said.append(NOT_AS_THEY_ARE)
+        for message in messages:
+            if are_thoughts_said and message['role'] == 'assistant':
+                continue
+            if words_beside_answer(message) not in whole:
+                said = [NOT_AS_THEY_ARE]
         with contextlib.suppress(DataError):    # of a template that wants tools
             if tools and self._rendered(messages, None)[0] == whole:
                 said.append('have tools that the chat template does not write')

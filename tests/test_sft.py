@@ -321,6 +321,18 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     ):
         made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
         assert made.document(messages)[2]['notes'] == notes
+    bare, mute = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'"), "in messages if m.role != 'system'"
+    special = [CHAT[0], *sft.pair('<|turn|>', 'a')]
+    for template, messages, note in (       # also beside other notes
+        (bare.replace('in messages', "in messages if message.role != 'system'"), CHAT, sft.ENDLESS),
+        (CHATML.replace('in messages', "in messages if message.role != 'system'"), special,
+         'hold the text of a special token, which is taken as text'),
+        (LAYOUTS['qwen3'].replace('in messages', mute), [CHAT[0], *CHATS['thoughts']],
+         'have answers whose thoughts the template removes, which are no targets'),
+    ):
+        made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
+        wanted = [note, left_out, 'have tools that the chat template does not write']
+        assert made.document(messages, [TOOL])[2]['notes'] == wanted
     template = LAYOUTS['tools'].replace('{% if tools %}', '{% if false %}')     # calls name the tools
     made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
     notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
