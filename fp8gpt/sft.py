@@ -100,9 +100,9 @@ def conversation(row, columns):
     Raises DataError where it is no conversation."""
     first, *answer = (messages_in(row.get(column)) for column in columns)
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
-        first, answer = [*first, *answer[0]], ()
+        first, answer = [*of_prompt(first), *answer[0]], ()
     elif answer and are_messages(first):        # Nemotron's, whose answer is a text
-        first, answer = [*first, *pair('', as_text(answer[0]))[1:]], ()
+        first, answer = [*of_prompt(first), *pair('', as_text(answer[0]))[1:]], ()
     if answer:
         beside = [row.get(name) for name in ('input', 'context') if name not in columns]
         prompt = '\n\n'.join(filter(None, map(as_text, (first, *beside))))
@@ -114,9 +114,7 @@ def conversation(row, columns):
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
         entries = in_turn(entries or []) if len(columns) == 1 else entries
-        messages = []
-        for entry in entries:
-            add_messages(messages, messages_of(entry), is_call_alone(entry))
+        messages = joined(entries)
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
     return with_system(messages, row), tools_of(row)
@@ -206,13 +204,23 @@ def messages_of(entry):
     return conversation(entry, columns)[0] if len(columns) > 1 else [message_of(entry)]
 
 
-def add_messages(messages, found, is_call):
-    """Add those found in an entry to the messages before it. A call alone belongs to the answer before it."""
-    last, calls = [{}, *messages][-1], is_call and found[0].get('tool_calls')
-    if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
-        last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
-    else:
-        messages += found
+def joined(entries):
+    """Return the messages of the entries of a conversation. A call alone belongs to the answer before it."""
+    messages = []
+    for entry in entries:
+        found = messages_of(entry)
+        last, calls = [{}, *messages][-1], is_call_alone(entry) and found[0].get('tool_calls')
+        if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
+            last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
+        else:
+            messages += found
+    return messages
+
+
+def of_prompt(entries):
+    """Return the messages of a prompt, whose answers are not to be learned unless a flag says so."""
+    return [{**each, 'weight': 0} if each['role'] == 'assistant' and not flags_of(each) else each
+            for each in joined(entries)]
 
 
 def is_call_alone(entry):

@@ -563,6 +563,27 @@ def test_calls_with_a_role_of_their_own_belong_to_one_answer():
     assert sft.conversation({'messages': twice}, ['messages'])[0] == twice      # as the row has them
 
 
+def test_answers_in_a_prompt_of_messages_are_no_targets(chat_folder):
+    """Of TRL's prompt and completion the completion is learned, and of Nemotron's input and output, the
+    output; what a flag asks for is learned, too."""
+    tokenizer, chat = get_tokenizer(chat_folder), [*CHATS['three'], *CHATS['one']]
+    shared = [{'from': {'user': 'human', 'assistant': 'gpt'}[each['role']], 'value': each['content']}
+              for each in chat]
+    flagged = [chat[0], {**chat[1], 'train': True}, *chat[2:]]
+    for columns, prompt, answer, wanted in (
+            (('prompt', 'completion'), chat[:-1], chat[-1:], ['It is 4.']),
+            (('prompt', 'completion'), shared[:-1], shared[-1:], ['It is 4.']),
+            (('prompt', 'completion'), flagged[:-1], flagged[-1:], ['It is 4.'] * 2),
+            (('prompt', 'completion'), chat[:1], chat[1:4], ['It is 4.', 'Four, \U0001f642.']),
+            (('input', 'output'), chat[:-1], chat[-1]['content'], ['It is 4.'])):
+        row = dict(zip(columns, (prompt, answer)))
+        rows, *_ = sft.Examples(tokenizer, CHATML, BEGAN, columns).of_row(row)
+        ids, mask = rows.T.tolist()
+        assert ids == tokenizer.hf.apply_chat_template(
+            chat if len(answer) != 3 else chat[:4], return_dict=False)
+        assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in wanted]
+
+
 # ------------------------------------------------------------------------------- prepare_data.py
 
 def stored(folder, split):
