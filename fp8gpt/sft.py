@@ -55,8 +55,9 @@ FORMS = ('messages (role, content); conversations (from, value, or texts in turn
          'question and answer; or instruction, input and output')
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
-ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool',
-          'function_call': 'assistant', 'tool_call': 'assistant'}
+ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool'}
+CALLS = {'function_call': 'assistant', 'tool_call': 'assistant'}
+ROLES |= CALLS
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 CALL_FORMS = [*itertools.product(('', None), (False, True))]
@@ -99,9 +100,9 @@ def conversation(row, columns):
     Raises DataError where it is no conversation."""
     first, *answer = (messages_in(row.get(column)) for column in columns)
     if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
-        first, answer = [*first, *answer[0]], ()
+        first, answer = [*of_prompt(first), *answer[0]], ()
     elif answer and are_messages(first):        # Nemotron's, whose answer is a text
-        first, answer = [*first, *pair('', as_text(answer[0]))[1:]], ()
+        first, answer = [*of_prompt(first), *pair('', as_text(answer[0]))[1:]], ()
     if answer:
         beside = [row.get(name) for name in ('input', 'context') if name not in columns]
         prompt = '\n\n'.join(filter(None, map(as_text, (first, *beside))))
@@ -113,7 +114,7 @@ def conversation(row, columns):
         messages = [message for turn in turns for message in pair(*map(as_text, turn))]
     elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
         entries = in_turn(entries or []) if len(columns) == 1 else entries
-        messages = [message for entry in entries for message in messages_of(entry)]
+        messages = joined(entries)
     else:
         raise DataError(f'it has none of the messages of: {FORMS}')
     return with_system(messages, row), tools_of(row)
@@ -203,6 +204,30 @@ def messages_of(entry):
     return conversation(entry, columns)[0] if len(columns) > 1 else [message_of(entry)]
 
 
+def joined(entries):
+    """Return the messages of the entries of a conversation. A call alone belongs to the answer before it."""
+    messages = []
+    for entry in entries:
+        found = messages_of(entry)
+        last, calls = [{}, *messages][-1], is_call_alone(entry) and found[0].get('tool_calls')
+        if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
+            last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
+        else:
+            messages += found
+    return messages
+
+
+def of_prompt(entries):
+    """Return the messages of a prompt, whose answers are not to be learned unless a flag says so."""
+    return [{**each, 'weight': 0} if each['role'] == 'assistant' and not flags_of(each) else each
+            for each in joined(entries)]
+
+
+def is_call_alone(entry):
+    """Return whether an entry is a call by its role, as ms-swift and ShareGPT have it."""
+    return isinstance(entry, dict) and str(entry.get('role') or entry.get('from')).lower() in CALLS
+
+
 def message_of(entry):
     """Return a message with role, content and, of calls, tool_calls, of an entry in OpenAI's or ShareGPT's
     form. Raises DataError where it is none."""
@@ -215,7 +240,7 @@ def message_of(entry):
         lacks = said == 'none' and f'one of its messages has no role, but {", ".join(entry):.100}'
         raise DataError(lacks or f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
     content = entry.pop('content', entry.pop('value', None))
-    is_call = said in ('function_call', 'tool_call')
+    is_call = said in CALLS
     calls = from_json(content if is_call else entry.pop('tool_calls', None)) or []
     calls = [*(calls if isinstance(calls, list) else [calls]),
              *filter(None, [entry.pop('function_call', None)])]
@@ -248,7 +273,10 @@ def call_of(call):
     if isinstance(call, dict):
         call = call if 'function' in call else {'type': 'function', 'function': call}
         if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
+            others = ', '.join(sorted(call['function'].keys() - {'name', 'type', 'id', 'call_id'}))
             arguments = from_json(call['function'].get('arguments'))
+            if others and 'arguments' not in call['function']:
+                raise DataError(f'a tool call has {others:.100}, but no arguments')
             if arguments in (None, ''):     # what some write for none
                 arguments = {}
             return {**call, 'function': {**call['function'], 'arguments': arguments}}
@@ -350,6 +378,7 @@ class Examples:
         targets = [self._targets(answer, clean, generated) for answer in learned]
         if not any(targets):
             raise DataError('the chat template does not mark the words of the assistant')
+        n_learned = sum(map(bool, targets))
         _, end, last = learned[-1]
         is_endless = not self._stop(clean, end) and not whole[last:].strip()
         if is_endless:      # EOT follows the blanks that may stand behind the answer
@@ -362,12 +391,12 @@ class Examples:
             'have answers that the template does not mark, which are no targets':
                 not all(targets),
             ENDLESS:
-                not {*ids[mask == TARGET].tolist()} & {*self.tokenizer.stops},
+                np.isin(ids[mask == TARGET], self.tokenizer.stops).sum() < n_learned,
             'hold the text of a special token, which is taken as text':
                 len(pieces) > 1,
         }
         notes = [note for note, is_so in notes.items() if is_so]
-        notes = notes or self._left_out(messages, tools, whole)
+        notes += self._left_out(messages, tools, whole, len(learned) < len(answers))
         if not begun:
             notes.append(OTHER_BEGINNING.format(self.header))
         return ids, mask, n_bytes, [*notes, *self._unread(messages)]
@@ -378,7 +407,11 @@ class Examples:
         ids, offsets = tokens
         mask, n_bytes = np.zeros(len(ids), int), 0
         for start, end in itertools.chain(*targets):
-            mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = TARGET
+            chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
+            first = offsets[chosen.argmax(), 0]
+            if first < start and self.special.match(clean, first):      # Phi-3's takes the blanks behind it
+                chosen[chosen.argmax()] = False
+            mask[chosen] = TARGET
             n_bytes += len(self.special.sub('', clean[start:end]).encode())
         if is_endless:
             ids = np.append(ids, self.tokenizer.eot)
@@ -399,11 +432,15 @@ class Examples:
                 said.append(NO_JSON)
         return [*dict.fromkeys(said)]
 
-    def _left_out(self, messages, tools, whole):
-        """Return what is to be said of messages and tools that their text `whole` lacks."""
+    def _left_out(self, messages, tools, whole, are_thoughts_said):
+        """Return what is to be said of messages and tools that their text `whole` lacks. are_thoughts_said:
+        whether that is said already of the assistant's."""
         said = []
-        if not all(words_beside_answer(message) in whole for message in messages):
-            said.append(NOT_AS_THEY_ARE)
+        for message in messages:
+            if are_thoughts_said and message['role'] == 'assistant':
+                continue
+            if words_beside_answer(message) not in whole:
+                said = [NOT_AS_THEY_ARE]
         with contextlib.suppress(DataError):    # of a template that wants tools
             if tools and self._rendered(messages, None)[0] == whole:
                 said.append('have tools that the chat template does not write')

@@ -190,8 +190,10 @@ class PretrainedTokenizer:
         become special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a
         base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
-        with contextlib.suppress(Exception):    # of any kind: there is no template, or it is a stranger's
-            text = self.hf.apply_chat_template(chat, chat_template=self.chat_template, tokenize=False)
+        for messages in [{'role': 'system', 'content': 'Be brief.'}, *chat], chat:      # some refuse it
+            with contextlib.suppress(Exception):    # of any kind, as a stranger has made it
+                text += self.hf.apply_chat_template(
+                    messages, chat_template=self.chat_template, tokenize=False)
         added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
         if end := _any_of(added).search(text.rpartition('Here.')[2]):
             ends = [*ends, self.library.token_to_id(end[0])]

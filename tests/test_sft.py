@@ -176,6 +176,23 @@ def test_a_thought_between_special_tokens_is_learned(tmp_path):
         example(get_tokenizer(folder), apart, sft.pair('a <|turn|> b', 'c'))
 
 
+def test_a_header_is_no_target_though_its_token_takes_the_blanks_behind_it(tmp_path):
+    """Phi-3's <|assistant|> does: the blanks of its header and those that an answer begins with."""
+    template = turns('{{ m.content }}', header="{{ '<|' + ROLE + '|>\\n' }}")
+    folder = make_tokenizer(tmp_path, chat_template=template)
+    made = json.loads((tmp_path / 'tokenizer.json').read_text())
+    first, added = len(made['model']['vocab']), made['added_tokens']
+    for i, text in enumerate(('<|user|>', '<|assistant|>'), start=first):
+        added.append({**added[0], 'id': i, 'content': text, 'rstrip': True})
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(made))
+    tokenizer, theirs = get_tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for chat in sft.pair('a', '\n b'), sft.pair('a', 'b'), [*sft.pair('a', ' b \n'), *sft.pair('c', '\td')]:
+        ids, mask = example(tokenizer, template, chat)
+        assert ids == theirs.apply_chat_template(chat, return_dict=False)
+        assert targets(tokenizer, ids, mask) == [
+            each['content'].lstrip() + '<|end_of_turn|>' for each in chat if each['role'] == 'assistant']
+
+
 def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
     tags = ['[INST]', '[/INST]', '[TOOL_CALLS]', '[RESULT]', '[/RESULT]']
     template = (
@@ -304,6 +321,18 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
     ):
         made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
         assert made.document(messages)[2]['notes'] == notes
+    bare, mute = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'"), "in messages if m.role != 'system'"
+    special = [CHAT[0], *sft.pair('<|turn|>', 'a')]
+    for template, messages, note in (       # also beside other notes
+        (bare.replace('in messages', "in messages if message.role != 'system'"), CHAT, sft.ENDLESS),
+        (CHATML.replace('in messages', "in messages if message.role != 'system'"), special,
+         'hold the text of a special token, which is taken as text'),
+        (LAYOUTS['qwen3'].replace('in messages', mute), [CHAT[0], *CHATS['thoughts']],
+         'have answers whose thoughts the template removes, which are no targets'),
+    ):
+        made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
+        wanted = [note, left_out, 'have tools that the chat template does not write']
+        assert made.document(messages, [TOOL])[2]['notes'] == wanted
     template = LAYOUTS['tools'].replace('{% if tools %}', '{% if false %}')     # calls name the tools
     made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
     notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
@@ -334,8 +363,14 @@ def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
     ids, mask = example(get_tokenizer(chat_folder), words, [{'role': 'assistant', 'content': 'Welcome'}])
     assert mask == [START, *[TARGET] * (len(ids) - 1)]      # nothing of its own stands before the first
     once = bare.replace('{% if add', '{{ eos_token }}{% if add')       # one stop, at the end of the chat
-    for chat, wanted in ((CHAT[1:], ['It is 4.', 'Four, \U0001f642.\n<|end|>']), (CHAT[1:4], ['It is 4.'])):
-        assert targets(get_tokenizer(chat_folder), *example(get_tokenizer(chat_folder), once, chat)) == wanted
+    tokenizer, last = get_tokenizer(chat_folder), 'Four, \U0001f642.\n<|end|>'
+    for template, chat, wanted, notes in (
+            (once, CHAT[1:], ['It is 4.', last], [sft.ENDLESS]),
+            (once, CHAT[1:4], ['It is 4.'], [sft.ENDLESS]),
+            (bare, CHAT[1:], ['It is 4.', last], [sft.ENDLESS]), (bare, CHAT[3:], [last], [])):
+        rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat)
+        assert targets(tokenizer, *rows.T.tolist()) == wanted
+        assert counts['notes'] == notes     # one answer without a stop is enough
 
 
 def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
@@ -357,6 +392,20 @@ def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
     path.write_text(known.replace('"<|im_end|>"', '"<|other|>"'))
     made = sft.Examples(get_tokenizer(folder), template, BEGAN)
     assert made.document(chat[2:])[2]['notes'] == [sft.ENDLESS]
+
+
+def test_a_token_before_system_messages_alone_is_text_in_a_message(tmp_path):
+    """Phi-3's and Zephyr's <|system|>, as a special token and as one of add_tokens."""
+    template = turns('{{ m.content }}', header="{{ '<|' + ROLE + '|>\\n' }}")
+    chat = [CHAT[0], *sft.pair('a <|system|> b', 'c <|system|> d')]
+    tags = ['<|system|>', '<|user|>', '<|assistant|>']
+    for place, kinds in ('words', {'words': tags}), ('special', {'additional_special_tokens': tags}):
+        tokenizer = get_tokenizer(make_tokenizer(tmp_path / place, chat_template=template, **kinds))
+        rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat)
+        ids, mask = rows.T.tolist()
+        assert ids.count(tokenizer.library.token_to_id('<|system|>')) == 1
+        assert targets(tokenizer, ids, mask) == ['c <|system|> d<|end_of_turn|>']
+        assert counts['notes'] == ['hold the text of a special token, which is taken as text']
 
 
 def test_answers_that_a_row_marks_are_no_targets(chat_folder):
@@ -473,6 +522,13 @@ def test_the_forms_of_messages_say_the_same():
                          ({'roel': 'user'}, 'has no role, but roel, content')):
         with pytest.raises(DataError, match=why):
             sft.message_of({**message, 'content': 'a'})
+    for key in 'parameters', 'input':       # Llama 3's and Anthropic's: they are not to be lost
+        said = {'name': 'f', key: {'x': 1}}
+        for call in ({'from': 'function_call', 'value': json.dumps(said)}, {**calls, 'tool_calls': [said]},
+                     {**calls, 'tool_calls': [{'type': 'function', 'function': said}]}):
+            with pytest.raises(DataError, match=f'a tool call has {key}, but no arguments'):
+                sft.message_of(call)
+    assert sft.message_of({**calls, 'tool_calls': [{'name': 'f', 'type': 'function', 'id': 'x'}]})
     for kind in 'reasoning', 'thinking', 'image':
         with pytest.raises(DataError, match='parts that are no text'):
             sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
@@ -483,6 +539,49 @@ def test_the_forms_of_messages_say_the_same():
     for number in 0, 4:
         with pytest.raises(DataError, match=f'{number} is no text'):
             sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
+
+
+def test_calls_with_a_role_of_their_own_belong_to_one_answer():
+    """ms-swift has each call of an answer, and its words before them, as a message; the answer stops once."""
+    def call(i):
+        return {'name': 'f', 'arguments': {'x': i}}
+    ask, results = {'role': 'user', 'content': 'a'}, [{'role': 'tool', 'content': 'r'}] * 2
+    alone = [{'role': 'tool_call', 'content': json.dumps(call(i))} for i in range(2)]
+    shared = [{'from': 'function_call', 'value': each['content']} for each in alone]
+    calls = [{'type': 'function', 'function': call(i)} for i in range(2)]
+    for said in '', '<think>\nhm\n</think>\n', 'b':
+        words = {'role': 'assistant', 'content': said}
+        answer = {**words, 'tool_calls': calls}
+        for form in alone, shared:
+            chat = [ask, *[words] * bool(said), *form, *results, {**words, 'content': 'c'}]
+            wanted = [ask, answer, *results, {**words, 'content': 'c'}]
+            assert sft.conversation({'messages': chat}, ['messages'])[0] == wanted
+    chat = [ask, {**alone[0], 'loss': False}, alone[1]]      # one of them is not to be learned
+    assert [len(each.get('tool_calls', ())) for each in sft.conversation(
+        {'messages': chat}, ['messages'])[0]] == [0, 1, 1]
+    twice = [ask, {**answer, 'tool_calls': calls[:1]}, {**answer, 'tool_calls': calls[1:]}]
+    assert sft.conversation({'messages': twice}, ['messages'])[0] == twice      # as the row has them
+
+
+def test_answers_in_a_prompt_of_messages_are_no_targets(chat_folder):
+    """Of TRL's prompt and completion the completion is learned, and of Nemotron's input and output, the
+    output; what a flag asks for is learned, too."""
+    tokenizer, chat = get_tokenizer(chat_folder), [*CHATS['three'], *CHATS['one']]
+    shared = [{'from': {'user': 'human', 'assistant': 'gpt'}[each['role']], 'value': each['content']}
+              for each in chat]
+    flagged = [chat[0], {**chat[1], 'train': True}, *chat[2:]]
+    for columns, prompt, answer, wanted in (
+            (('prompt', 'completion'), chat[:-1], chat[-1:], ['It is 4.']),
+            (('prompt', 'completion'), shared[:-1], shared[-1:], ['It is 4.']),
+            (('prompt', 'completion'), flagged[:-1], flagged[-1:], ['It is 4.'] * 2),
+            (('prompt', 'completion'), chat[:1], chat[1:4], ['It is 4.', 'Four, \U0001f642.']),
+            (('input', 'output'), chat[:-1], chat[-1]['content'], ['It is 4.'])):
+        row = dict(zip(columns, (prompt, answer)))
+        rows, *_ = sft.Examples(tokenizer, CHATML, BEGAN, columns).of_row(row)
+        ids, mask = rows.T.tolist()
+        assert ids == tokenizer.hf.apply_chat_template(
+            chat if len(answer) != 3 else chat[:4], return_dict=False)
+        assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in wanted]
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
