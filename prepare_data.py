@@ -232,7 +232,7 @@ def rows_of_jsonl(text):
                 yield from rows_of_json(itertools.chain([line], lines))
                 return
             row = DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
-        yield from row if isinstance(row, list) else [row]
+        yield from row if isinstance(row, list) and not sft.are_messages(row) else [row]
 
 
 def rows_of_py(text):
@@ -314,6 +314,8 @@ def file_rows(paths, meta, columns):
                 done += 1
                 if isinstance(row, str):    # of a list of texts
                     row = {'text': row}
+                if sft.are_messages(row):   # nanochat's
+                    row = {'messages': row}
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]

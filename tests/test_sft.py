@@ -638,8 +638,10 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
     text, and so is a typed column."""
     words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'
     kinds = ('messages', 'jsonl'), ('messages', 'json'), *((name, 'parquet') for name in forms(1))
-    for name, kind in (*kinds, ('alpaca', 'json')):
-        path, folder = written(tmp_path / f'{name}.{kind}', forms(30)[name]), tmp_path / f'{name}-talker'
+    lists = {'lists': [row['messages'] for row in forms(30)['messages']]}       # nanochat's
+    for name, kind in (*kinds, ('alpaca', 'json'), ('lists', 'json'), ('lists', 'jsonl')):
+        path, folder = tmp_path / f'{name}.{kind}', tmp_path / f'{name}-talker'
+        written(path, (forms(30) | lists)[name])
         prepare_here(name, f'--data_files={path}', *words, f'--data_dir={tmp_path}')
         tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
         found = [ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split)]
