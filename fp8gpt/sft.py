@@ -384,7 +384,6 @@ class Examples:
         if is_endless:      # EOT follows the blanks that may stand behind the answer
             targets.append([(last, len(whole))])
         ids, mask, n_bytes = self._masked(self._tokenized(pieces), targets, clean, is_endless)
-        begun = all(clean[:start].endswith(self.header) for start, *_ in learned)
         notes = {
             'have answers whose thoughts the template removes, which are no targets':
                 len(learned) < len(answers),
@@ -394,11 +393,11 @@ class Examples:
                 np.isin(ids[mask == TARGET], self.tokenizer.stops).sum() < n_learned,
             'hold the text of a special token, which is taken as text':
                 len(pieces) > 1,
+            OTHER_BEGINNING.format(self.header):
+                not all(clean[:start].endswith(self.header) for start, *_ in learned),
         }
         notes = [note for note, is_so in notes.items() if is_so]
         notes += self._left_out(messages, tools, whole, len(learned) < len(answers))
-        if not begun:
-            notes.append(OTHER_BEGINNING.format(self.header))
         return ids, mask, n_bytes, [*notes, *self._unread(messages)]
 
     def _masked(self, tokens, targets, clean, is_endless):

@@ -312,7 +312,7 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
         (CHATML, CHATS['thoughts'], []),
         (CHATML, thought, [left_out]),
         (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, []),
-        (LAYOUTS['r1'], CHATS['thoughts'], [left_out, other]),
+        (LAYOUTS['r1'], CHATS['thoughts'], [other, left_out]),
         (LAYOUTS['r1'], CHAT, [other]),
         (CHATML.replace('in messages', "in messages if message.role != 'system'"), CHAT, [left_out]),
         (LAYOUTS['qwen3'], CHATS['thoughts'], ['have answers whose thoughts the template removes, which '
