@@ -271,6 +271,16 @@ def test_more_ranks_than_gpus(monkeypatch):
         distributed.init()
 
 
+def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
+    monkeypatch.setattr(distributed.dist, 'is_initialized', lambda: True)
+    monkeypatch.setattr(distributed, 'on_rank_0', lambda work, line: work(line))
+    more, less = {'seed': 1, 'train_000001.bin': [9, 9]}, {'seed': 1}
+    for found in [more, less], [less, more]:
+        monkeypatch.setattr(distributed, 'of_all_ranks', lambda _: found)
+        with pytest.raises(SettingError, match='train_000001.bin=missing'):
+            distributed.check_alike(found[0])
+
+
 def test_where_a_macs_gpu_is_used(monkeypatch):
     with pytest.raises(MachineError, match='device=mps, but torch sees no MPS GPU here; --device=cpu trains'):
         distributed.init('mps')
