@@ -72,7 +72,8 @@ def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
 def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved):
     start = *data, f'--resume={saved(config={"init_from": "scratch"})}'
     for name, value, before in (('init_from', 'gpt2', 'scratch'), ('optimizer', 'adamw8bit', 'adamw'),
-                                ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1)):
+                                ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1),
+                                ('lora_alpha', 32.0, 16.0)):
         refused(f'{name}={value}, but the checkpoint has {name}={before}', *start, f'--{name}={value}')
     assert resolved(*start, '--init_from=scratch', '--bias', '--ffn_dim=0').resumed['step'] == 5
     path = saved(tokenizer='gpt2', config={'init_from': 'scratch'})
