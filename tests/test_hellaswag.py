@@ -105,6 +105,15 @@ def test_a_model_whose_scores_are_nan_has_no_accuracy():
     assert all(math.isnan(result[figure]) for figure in hellaswag.FIGURES)
 
 
+def test_a_sum_per_byte_counts_bytes(monkeypatch, tmp_path):
+    """-3.6 over 6 bytes is above -2.1 over 3, and over 3 characters below it."""
+    monkeypatch.setattr(hellaswag, 'score', lambda *_, **__: np.array([-2.1, -3.6, -9.0, -9.0]))
+    row = {'activity_label': 'a', 'ctx': 'b', 'label': 1, 'endings': ['aaa', 'äää', 'c', 'd']}
+    path = written(tmp_path / 'a.jsonl', [row])
+    result = hellaswag.evaluate(noisy(BYTES), ByteTokenizer(), str(path), 'cpu')
+    assert [result[name] for name in hellaswag.FIGURES] == [0.0, 1.0, 1.0]     # as bytes, tokens: 4 and 7
+
+
 def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
     """Each score is made on one rank."""
     texts = [hellaswag.encode(ByteTokenizer(), context, ending)

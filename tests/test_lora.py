@@ -126,10 +126,12 @@ def test_ten_steps_on_packed_examples_equal_transformers_and_pefts_on_each_alone
         lora.add(model, spec)
         noise(model)
         about = {**vars(spec), 'base': 'org/name', 'seed': 1}
-        state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about}
+        state = {'weights': model.weights(), 'model_config': vars(model.config), 'lora': about,
+                 'revisions': {'org/name': 'c' * 40}}
         hf.save_adapters(state, tmp_path / 'ours', get_tokenizer('byte'))
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / 'ours', is_trainable=True)
-        assert theirs.peft_config['default'].base_model_name_or_path == 'org/name'
+        settings = theirs.peft_config['default']
+        assert (settings.base_model_name_or_path, settings.revision) == ('org/name', 'c' * 40)
     optimizers = make_optimizer(model, (0.9, 0.95), 0.0), torch.optim.AdamW(
         [p for p in theirs.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     set_rate(optimizers[0], 1e-3)

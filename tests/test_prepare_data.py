@@ -520,12 +520,12 @@ def hub(tmp_path):
     server.shutdown()
 
 
-def test_a_stream_that_forgets_its_position_is_refused(monkeypatch):
-    """As in datasets 5.0.0, once a state was loaded: the first start loads none."""
+def test_a_stream_goes_on_at_its_position_or_is_refused(monkeypatch):
+    """A state that is empty once another was loaded is that of datasets 5.0.0; the first start loads none."""
     loaded = []
 
     class Stream:
-        column_names, done = None, 0
+        column_names, start, done = None, 0, 0
 
         def state_dict(self):
             return {'done': 0 if loaded else self.done}
@@ -534,8 +534,16 @@ def test_a_stream_that_forgets_its_position_is_refused(monkeypatch):
             loaded.append(state)
 
         def __iter__(self):
-            for self.done in range(1, 201):
+            first = self.start + 1
+            for self.done in range(first, 201):
                 yield {'text': str(self.done)}
+
+    class Resuming(Stream):
+        def state_dict(self):
+            return {'done': self.done}
+
+        def load_state_dict(self, state):
+            self.start = state['done']
     library = types.SimpleNamespace(load_dataset=lambda *_, **__: Stream())
     monkeypatch.setitem(sys.modules, 'datasets', library)
     facts = {'source': 'a/b', 'revision': 'c', 'settings': {'subset': None}, 'progress': {'position': None}}
@@ -545,6 +553,9 @@ def test_a_stream_that_forgets_its_position_is_refused(monkeypatch):
     facts['progress']['position'] = rows[64][1]
     with pytest.raises(DataError, match='forgets its position'):
         list(prepare_data.hub_rows(facts, None))
+    library.load_dataset = lambda *_, **__: Resuming()
+    found = [(row['text'], number) for row, (_, number, _) in prepare_data.hub_rows(facts, None)]
+    assert found == [(str(number), number) for number in range(66, 201)]
 
 
 @pytest.mark.slow

@@ -72,7 +72,8 @@ def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
 def test_a_resume_takes_what_a_run_starts_from_out_of_the_checkpoint(data, saved):
     start = *data, f'--resume={saved(config={"init_from": "scratch"})}'
     for name, value, before in (('init_from', 'gpt2', 'scratch'), ('optimizer', 'adamw8bit', 'adamw'),
-                                ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1)):
+                                ('param_dtype', 'bf16', 'fp32'), ('n_layer', 3, 1),
+                                ('lora_alpha', 32.0, 16.0)):
         refused(f'{name}={value}, but the checkpoint has {name}={before}', *start, f'--{name}={value}')
     assert resolved(*start, '--init_from=scratch', '--bias', '--ffn_dim=0').resumed['step'] == 5
     path = saved(tokenizer='gpt2', config={'init_from': 'scratch'})
@@ -269,6 +270,16 @@ def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     with pytest.raises(MachineError, match='torch sees 1 GPUs here, .*: torchrun --nproc_per_node=1'):
         distributed.init()
+
+
+def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
+    monkeypatch.setattr(distributed.dist, 'is_initialized', lambda: True)
+    monkeypatch.setattr(distributed, 'on_rank_0', lambda work, line: work(line))
+    more, less = {'seed': 1, 'train_000001.bin': [9, 9]}, {'seed': 1}
+    for found in [more, less], [less, more]:
+        monkeypatch.setattr(distributed, 'of_all_ranks', lambda _: found)
+        with pytest.raises(SettingError, match='train_000001.bin=missing'):
+            distributed.check_alike(found[0])
 
 
 def test_where_a_macs_gpu_is_used(monkeypatch):

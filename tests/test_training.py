@@ -12,14 +12,17 @@ import time
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import forked
 from fp8gpt import data, distributed, optim, runlog, selfcheck
 from fp8gpt.checkpoint import read
 from conftest import (
     ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
+from model import GPT, GPTConfig
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
 BF16_RUN, FP8_RUN, OFF_RUN = ('train.py',), tuple(FP8), ('train_fp8.py', '--fp8_backend=off')
@@ -81,6 +84,38 @@ def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
     assert records(tmp_path / '0', 'train/epoch') == [
         (step, (step - 1) * 64 // windows) for step in range(1, 17)]
     assert records(tmp_path / '0', 'train/tokens') == [(step, step * 64 * 64) for step in range(1, 17)]
+
+
+@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py'])
+def test_a_step_and_its_validation_loss_by_hand(script, here, tiny, tiny_data, tmp_path):
+    """AdamW's first step (Loshchilov & Hutter 2019), from a gradient g of norm grad_clip; cross-entropies of
+    eval_tokens in windows that are spread over the shard."""
+    flags = '--max_steps=1 --warmup_steps=1 --max_lr=0.04 --beta2=0.5 --weight_decay=2 --grad_clip=0.01'
+    here(script, *tiny, *flags.split(), '--dtype=fp32', '--eval_tokens=640', f'--checkpoint_dir={tmp_path}/a')
+    state = read(tmp_path / 'a' / 'latest.pt')
+    model = GPT(GPTConfig(**state['model_config']), dtype=torch.float32, seed=1337)
+    gradients = {name: moments['exp_avg'] / 0.1 for name, moments in state['optimizer'].items()}
+    assert torch.cat([g.flatten() for g in gradients.values()]).norm() == pytest.approx(0.01, rel=1e-3)
+    for name, w in model.weights().items():
+        g, decay = gradients[name], 2 if w.dim() == 2 else 0
+        torch.testing.assert_close(state['optimizer'][name]['exp_avg_sq'], 0.5 * g**2, rtol=1e-4, atol=1e-20)
+        stepped = w * (1 - 0.04 * decay) - 0.04 * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(state['weights'][name], stepped.detach(), rtol=1e-4, atol=1e-6)
+    model.load_weights(state['weights'])
+    tokens = torch.from_numpy(np.fromfile(tiny_data / 'val_000000.bin', '<u2')[512:].astype(int))
+    starts = [i * ((len(tokens) - 1) // 64) // 10 * 64 for i in range(10)]     # two in the third batch
+    windows = torch.stack([tokens[start:start + 65] for start in starts])
+    expected = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert records(tmp_path / 'a', 'val/loss')[-1] == (1, pytest.approx(expected, rel=1e-5))
+
+
+def test_the_checkpoints_that_a_run_keeps(here, tiny, tmp_path):
+    """The newest, and that from which a longer run can go on, before the decay."""
+    flags = '--max_steps=6 --checkpoint_freq=1 --keep_checkpoints=1 --lr_schedule=wsd --decay_share=0.5'
+    for script in 'train.py', 'train_fp8.py':
+        here(script, *tiny, *flags.split(), '--n_layer=1', f'--checkpoint_dir={tmp_path}/{script}')
+        found = sorted(path.name for path in (tmp_path / script).glob('step_*'))
+        assert found == ['step_000003.pt', 'step_000006.pt']
 
 
 def test_bf16_weights_are_rounded_by_step_and_seed_alike_on_all_ranks(here, tiny, tmp_path, monkeypatch):
