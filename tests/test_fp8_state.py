@@ -142,6 +142,18 @@ def test_scales_over_steps():
         assert seen == expected
 
 
+def test_a_layer_that_rests_longer_than_the_history_keeps_its_scale():
+    choice = on_a_cpu('native', 'delayed', amax_history=1)
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in 'ab')
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    state.calibrate(lambda: sum(layer(ONES).sum() for layer in model).backward())
+    for amax in 2, 4:
+        model[0](amax * ONES).sum().backward()
+        state.after_step()
+    assert [layer.scale[0].item() for layer in model] == [E4M3 / 4, E4M3]
+
+
 def test_a_state_that_does_not_fit_is_calibrated_anew():
     """Of another divisor or history, or damaged. Other recipes have no state."""
     layer, linear, state = delayed_layer(amax_history=2)

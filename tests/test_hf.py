@@ -559,6 +559,12 @@ def test_a_tokenizer_knows_what_pads(tmp_path):
         folder = make_tokenizer(
             tmp_path / f'{wanted}', generation=generation, words=['[PAD]'], pad_token=token)
         assert get_tokenizer(folder).pad == wanted
+    for size, wanted in (600, None), (601, 600):      # a model builds no row for it that it has not
+        tokenizer = get_tokenizer(f'{tmp_path}/600')
+        model = GPT(dataclasses.replace(CONFIG, vocab_size=size))
+        torch.save(checkpoint_of(model, 1, tokenizer=tokenizer.name), f'{tokenizer.folder}/{size}.pt')
+        hf.export(f'{tokenizer.folder}/{size}.pt', f'{tmp_path}/of_{size}')
+        assert json.loads((tmp_path / f'of_{size}/config.json').read_text())['pad_token_id'] == wanted
     assert get_tokenizer('byte').pad is None
 
 

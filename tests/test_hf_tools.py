@@ -14,7 +14,7 @@ import torch
 from fp8gpt import data, pretrained
 import hellaswag
 import hf
-from conftest import hellaswag_items, refused, run
+from conftest import ROOT, hellaswag_items, refused, run
 from helpers import gpt_in
 from model import generate
 from test_finetune import save_llama
@@ -115,10 +115,13 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
 def test_a_prompt_goes_on_as_in_transformers(made_of, here, tmp_path):
     """Alone and as two samples, up to the first stop, with the space before its first word."""
     save_llama(tmp_path, {'initializer_range': 0.3}, **made_of)
-    theirs, prompt = transformers.AutoTokenizer.from_pretrained(tmp_path), 'The sum of'
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ids = theirs(prompt, return_tensors='pt').input_ids
-    found = model.generate(ids, do_sample=False, max_new_tokens=3)[0]
+    for prompt in (ROOT / 'LICENSE').read_text().split():
+        ids = theirs(prompt, return_tensors='pt').input_ids
+        found = model.generate(ids, do_sample=False, max_new_tokens=3)[0]
+        if theirs.convert_ids_to_tokens(found)[ids.shape[1]][0] in '\u2581\u0120':       # a space
+            break
     config = {'eos_token_id': [END, int(found[-1])]}
     (tmp_path / 'generation_config.json').write_text(json.dumps(config))
     said = shown(theirs.decode(found[:-1], skip_special_tokens=True))

@@ -99,8 +99,11 @@ def test_flops_are_those_that_are_multiplied(config):
     for _, _, rows in lora.slices(config):
         beside += config.n_layer * 4 * (len(rows) - 1) * sum(rows.values())     # of each token
     assert told[0] - told[1] == pytest.approx(counts[0] - counts[1] + 6 * beside, rel=0.01)
-    added = sum(p.numel() for name, p in model.named_parameters() if '.lora.' in name)
-    assert spec.parameters(config) == added
+    for targets in 'all', ','.join(spec.chosen(config)[::2]):
+        spec, model = lora.Spec(rank=4, targets=targets), GPT(config)
+        lora.add(model, spec)
+        added = sum(p.numel() for name, p in model.named_parameters() if '.lora.' in name)
+        assert spec.parameters(config) == added
 
 
 MODELS = {

@@ -54,6 +54,8 @@ def test_a_preset_gives_way_to_what_is_given():
     assert asked('--init_from=h100-350m') == dataclasses.replace(PRESETS['h100-350m'], vocab_size=50257)
     small = asked('--init_from=gpt2-xl', '--n_embd=64', '--n_head=4')
     assert (small.n_layer, small.n_embd, small.ffn_dim, small.n_kv_head) == (48, 64, 256, 4)
+    wide = asked('--init_from=h100-350m', '--n_head=4')
+    assert (wide.n_kv_head, wide.head_dim) == (4, wide.n_embd // 4)
 
 
 def test_a_checkpoints_architecture_is_not_contradicted(data, saved):
@@ -280,6 +282,18 @@ def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
         monkeypatch.setattr(distributed, 'of_all_ranks', lambda _: found)
         with pytest.raises(SettingError, match='train_000001.bin=missing'):
             distributed.check_alike(found[0])
+
+
+def test_the_ranks_of_each_machine_check_their_own_files(monkeypatch):
+    monkeypatch.setattr(distributed.dist, 'is_initialized', lambda: True)
+    monkeypatch.setattr(distributed.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(distributed, '_while_others_wait', lambda works, work, words: work(*words))
+    found = []      # where each rank says that it is, and the result
+    monkeypatch.setattr(distributed, 'of_all_ranks', lambda value: found.append(value) or [value])
+    for machine in '001':
+        monkeypatch.setenv('GROUP_RANK', machine)
+        assert distributed.once_a_node(str, 'x') == 'x'
+    assert found[0] == found[2] != found[4]
 
 
 def test_where_a_macs_gpu_is_used(monkeypatch):

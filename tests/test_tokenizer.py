@@ -82,7 +82,10 @@ def test_a_vocabulary_with_gaps_reaches_to_its_last_id(tmp_path):
 
 def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
     pieces = [('<unk>', 0.0), ('</s>', 0.0), ('a', -1.0), ('ab', -1.5)]
-    Tokenizer(models.Unigram(pieces, unk_id=0)).save(str(tmp_path / 'tokenizer.json'))
+    library = Tokenizer(models.Unigram(pieces, unk_id=0))
+    library.enable_truncation(1)        # as a pipeline for short texts left it
+    library.enable_padding(length=9, pad_token='<unk>')
+    library.save(str(tmp_path / 'tokenizer.json'))
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     unigram = get_tokenizer(str(tmp_path))
     assert (unigram.eot, unigram.vocab_size, unigram.encode('aba').tolist()) == (1, 4, [3, 2])
@@ -135,7 +138,8 @@ def test_no_python_of_a_folder_is_run_or_asked_about(made, tmp_path, monkeypatch
 
 @pytest.mark.parametrize('made_of, opening', [
     ({}, [BEGIN]), ({'adds_begin': False}, []), ({'adds_begin': False, 'bos_token': '<|turn|>'}, []),
-    ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ('gpt2', [512]), ('byte', [256])], ids=str)
+    ({'adds_end': True}, [BEGIN]), ({'prepends': True}, [BEGIN]), ({'eos_token': '<|begin|>'}, [BEGIN]),
+    ('gpt2', [512]), ('byte', [256])], ids=str)
 def test_a_document_begins_as_a_text_and_ends_by_eot(made_of, opening, small_gpt2, tmp_path):
     one = get_tokenizer(made_of if isinstance(made_of, str) else make_tokenizer(tmp_path, **made_of))
     documents, folder = ['a b', 'a text', 'end'], str(tmp_path)

@@ -86,12 +86,12 @@ def test_what_is_not_clipped_and_the_epoch(here, tiny, tmp_path):
     assert records(tmp_path / '0', 'train/tokens') == [(step, step * 64 * 64) for step in range(1, 17)]
 
 
-@pytest.mark.parametrize('script', ['train.py', 'train_fp8.py'])
-def test_a_step_and_its_validation_loss_by_hand(script, here, tiny, tiny_data, tmp_path):
+@pytest.mark.parametrize('words', [['train.py'], FP8], ids=' '.join)
+def test_a_step_and_its_validation_loss_by_hand(words, here, tiny, tiny_data, tmp_path):
     """AdamW's first step (Loshchilov & Hutter 2019), from a gradient g of norm grad_clip; cross-entropies of
-    eval_tokens in windows that are spread over the shard."""
+    eval_tokens, without FP8, in windows that are spread over the shard."""
     flags = '--max_steps=1 --warmup_steps=1 --max_lr=0.04 --beta2=0.5 --weight_decay=2 --grad_clip=0.01'
-    here(script, *tiny, *flags.split(), '--dtype=fp32', '--eval_tokens=640', f'--checkpoint_dir={tmp_path}/a')
+    here(*words, *tiny, *flags.split(), '--dtype=fp32', '--eval_tokens=640', f'--checkpoint_dir={tmp_path}/a')
     state = read(tmp_path / 'a' / 'latest.pt')
     model = GPT(GPTConfig(**state['model_config']), dtype=torch.float32, seed=1337)
     gradients = {name: moments['exp_avg'] / 0.1 for name, moments in state['optimizer'].items()}
