@@ -123,6 +123,25 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
         TokenData(str(tmp_path), 'train', 8)
 
 
+def test_a_dataset_of_the_hub_is_not_taken_for_that_of_another_org(tmp_path):
+    config = {'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
+    folder = dataset(tmp_path / 'wiki_en-byte', 1000, train=[range(200)], val=[range(100)])
+    path = folder / 'meta.json'
+    for source in 'one/wiki-en', 'local files':
+        write_json(str(path), json.loads(path.read_text()) | {'settings': {'source': source}})
+        for name in 'one/wiki-en', 'wiki_en', str(folder):
+            assert shards.find_dataset({**config, 'dataset': name})[0] == str(folder)
+        other = {**config, 'dataset': 'two/wiki-en'}
+        with pytest.raises(SettingError) if source == 'one/wiki-en' else contextlib.nullcontext():
+            shards.find_dataset(other)
+    for name, known in (('Skylion007/openwebtext', 'openwebtext'), ('Rowan/hellaswag', 'hellaswag'),
+                        ('huggingfacefw/fineweb-edu', 'fineweb_edu'), ('two/wiki-en', 'wiki_en')):
+        assert shards.dataset_name(name) == known
+    for name in 'two/openwebtext', 'two/fineweb-edu', 'two/shakespeare':
+        with pytest.raises(SettingError):
+            shards.dataset_name(name)
+
+
 @pytest.fixture
 def prepared(tmp_path):
     """A folder of two train shards and one val shard with their meta.json."""
