@@ -84,6 +84,9 @@ MISTYPED = {
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     '--resume=latest': 'leave out resume',
     '--dataset=a/b --beta2=0.9,0.9': 'two runs would share sweeps/sweep/beta2=0.9',
+    '--max_lr=1,2 --learning_rate=3,4': 'max_lr and learning_rate are one setting',
+    '--max_lr=1,2 --learning_rate=3': 'max_lr and learning_rate are one setting',
+    '--use_fp8=on,off --mixed_precision=fp8,bf16': 'use_fp8 and mixed_precision are one setting',
 }
 # what stands in YAML, what is put there: what the one line says
 NO_GRID = {
