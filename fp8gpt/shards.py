@@ -301,7 +301,8 @@ def listed(meta):
 
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
-    damaged or not listed in meta.json, or does not have the length that is listed there."""
+    damaged or not listed in meta.json, or does not have the length that is listed there, or another format
+    than the others."""
     expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
     shards = {}
     for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
@@ -312,6 +313,9 @@ def read_split(folder, split, meta):
         if meta and there != tokens:
             raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
                             f'{AGAIN}')
+    if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:   # ids would wrap
+        raise DataError(f'{folder}: its {split} shards are of two tokenizers: some hold 2 bytes a token, '
+                        'some 4; give each a folder')
     return shards
 
 

@@ -64,6 +64,9 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
     assert train.batch([3])[0][0].tolist() == list(range(30, 41))
     assert shards.read_meta(str(tmp_path)) == {}
     assert train.bytes_per_token is None
+    write(tmp_path, 'train', [range(70_000, 70_100)], vocab_size=128_256)
+    with pytest.raises(DataError, match='of two tokenizers'):   # of Llama's ids 16 bits would be left
+        TokenData(str(tmp_path), 'train', 10)
     np.arange(5000, dtype='<u2').tofile(tmp_path / 'train.bin')
     with pytest.raises(DataError, match="nanoGPT's files have none.: give the texts to prepare_data.py"):
         read_shard(tmp_path / 'train.bin')
