@@ -895,7 +895,9 @@ def main(config):
     if name == 'hellaswag':
         prepare_hellaswag(config, known)
     elif config['verify']:
-        folder, _ = shards.find_dataset(config)
+        folder, meta = shards.find_dataset(config)
+        if not meta:
+            raise DataError(f'{folder} has no meta.json, by which its shards could be verified')
         shards.check(folder, trust=False)
         say(f'{folder}: all shards are as meta.json says')
     else:

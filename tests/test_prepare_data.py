@@ -468,6 +468,9 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monke
     assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert 'all shards are as meta.json says' in prepare_here(*words, '--verify')
+    (folder / 'meta.json').rename(tmp_path / 'meta.json')
+    assert refused_here(*words, '--verify')[0] == 1
+    (tmp_path / 'meta.json').rename(folder / 'meta.json')
     assert killed_here(12, *other, '--overwrite') == 12
     assert is_half(folder) and not meta(folder)['shards']   # it would list shards that are gone
     assert 'going on' in prepare_here(*other, '--overwrite')
