@@ -89,6 +89,10 @@ def read_sweep(path, sweep):
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
     for key in sweep.keys() - KEYS:
         raise SettingError(f'{path}: {key} {BY_WANDB}; leave it out to run the grid here')
+    metric = sweep.get('metric')
+    if isinstance(metric, dict) and metric.get('goal') == 'maximize':
+        raise SettingError(f'{path}: metric: {metric.get("name")} {BY_WANDB}; here the lowest validation '
+                           'loss is the best: leave it out')
     if program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
     words, axes = flags_of_command(path, sweep.get('command') or []), {}

@@ -92,6 +92,7 @@ MISTYPED = {
 NO_GRID = {
     ('method: grid', 'method: bayes'): 'method: bayes is for W&B alone',
     ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
+    ('{name: val/loss, goal: minimize}', '{name: hellaswag/acc, goal: maximize}'): 'is for W&B alone',
     ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
     ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
     ('{values: [0.001, 1e-2]}', '{values: [0.001, null]}'): 'each a number or a text',
