@@ -57,6 +57,7 @@ if __name__ == '__main__':
     bench_arguments(sys.argv[1:])
 
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
+import contextlib
 import functools
 import gc
 import glob
@@ -353,10 +354,10 @@ def main(words):
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')
-    path, number = f'{start}.json', 1
-    while os.path.exists(path):
-        number += 1
-        path = f'{start}-{number}.json'
+    for number in itertools.count(1):
+        path = start + f'-{number}' * (number > 1) + '.json'
+        with contextlib.suppress(FileExistsError), open(path, 'x'):     # taken: another may run at once
+            break
     say(f'results   {path}')
     for name, flag in {'max_steps': 'steps', **dict.fromkeys(ENDS, 'steps'), 'seed': 'seeds'}.items():
         if name in run.config.typed and flag in vars(arguments):

@@ -872,11 +872,15 @@ def prepare_hellaswag(config, known):
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
         with stated(f'{given} holds no HellaSwag items'):
-            for number, row in enumerate(rows_of_file(given, None), 1):
-                if not (isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()):
-                    raise ValueError(f'row {number} is none')
-            body = files.open_bytes(given).read()
-        files.write(path, lambda file: file.write(body))
+            lines = []      # JSON's, of whichever kind of file
+            for row in rows_of_file(given, None):
+                fits = isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()
+                if not (fits and isinstance(row['endings'], list) and str(row['label']) in {*'0123'}):
+                    raise ValueError(f'row {len(lines) + 1} is none')
+                lines.append(json.dumps(row) + '\n')
+            if not lines:
+                raise ValueError('it is empty')
+        files.write_text(path, ''.join(lines))
     elif config['overwrite'] or not exists(path):
         fetch(path, known)
     say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
@@ -891,7 +895,9 @@ def main(config):
     if name == 'hellaswag':
         prepare_hellaswag(config, known)
     elif config['verify']:
-        folder, _ = shards.find_dataset(config)
+        folder, meta = shards.find_dataset(config)
+        if not meta:
+            raise DataError(f'{folder} has no meta.json, by which its shards could be verified')
         shards.check(folder, trust=False)
         say(f'{folder}: all shards are as meta.json says')
     else:

@@ -22,8 +22,8 @@ import sys
 
 from fp8gpt import files
 from configurator import (
-    HERE, MissingError, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script,
-    read_yaml, say, with_equals, with_home, with_other_names)
+    ALIASES, HERE, TRANSLATED, MissingError, Parser, SettingError, UserError, at_least, configure,
+    one_line_errors, read_script, read_yaml, say, with_equals, with_home, with_other_names)
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
@@ -89,6 +89,10 @@ def read_sweep(path, sweep):
         raise SettingError(f'{path}: method: {method} {BY_WANDB}; method: grid runs here too')
     for key in sweep.keys() - KEYS:
         raise SettingError(f'{path}: {key} {BY_WANDB}; leave it out to run the grid here')
+    metric = sweep.get('metric')
+    if isinstance(metric, dict) and metric.get('goal') == 'maximize':
+        raise SettingError(f'{path}: metric: {metric.get("name")} {BY_WANDB}; here the lowest validation '
+                           'loss is the best: leave it out')
     if program not in ('train.py', 'train_fp8.py'):
         raise SettingError(f'program: {program} is neither train.py nor train_fp8.py')
     words, axes = flags_of_command(path, sweep.get('command') or []), {}
@@ -126,6 +130,15 @@ def flags_of_command(path, command):
     return flags
 
 
+def check_names(shared, axes):
+    """Raise SettingError where a setting stands in the grid under two names, or beside it: one value would be
+    lost. shared, axes: as from read_grid."""
+    flags = {word.removeprefix('--').partition('=')[0] for word in shared} - TRANSLATED.keys()
+    for one, other in itertools.product(axes, [*axes, *sorted(flags)]):
+        if one != other and ALIASES.get(one, one) == ALIASES.get(other, other):
+            raise SettingError(f'{one} and {other} are one setting: leave one of them out')
+
+
 def points(words, name=None):
     """Return every Point, whose settings are checked. name: of the folder in sweeps/; None = as the first
     config file. Raises SettingError."""
@@ -135,6 +148,7 @@ def points(words, name=None):
     name = name or pathlib.Path(config).stem
     if os.path.normpath(name).startswith(('..', '/')):
         raise SettingError(f'--name={name} names a folder outside of sweeps/')
+    check_names(shared, axes)
     runs = math.prod(map(len, axes.values()))
     if runs > MOST:
         raise SettingError(f'that makes {runs:,} runs, more than {MOST:,}: give fewer values')

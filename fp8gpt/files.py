@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from os.path import dirname, exists, isdir, isfile, join, samefile
+from os.path import dirname, exists, isdir, isfile, join, lexists, samefile
 
 import filelock
 
@@ -25,9 +25,12 @@ MARKS = {codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32', codecs.BO
 
 def write(path, fill):
     """Write a file whole, to the disk, or leave the old file and raise DataError, whose errno is the
-    system's, or None. fill(file) writes the content, bytes. The file's folder is made where there is none."""
+    system's, or None. fill(file) writes the content, bytes. The file's folder is made where there is none.
+    A device, as /dev/null, is not replaced."""
     temporary = temporary_name(path)
     try:
+        if lexists(path) and os.lstat(path).st_rdev:
+            raise OSError(errno.EINVAL, 'it is a device')
         os.makedirs(dirname(path) or '.', exist_ok=True)
         with open(temporary, 'xb') as file:     # x: made anew, through no link
             fill(file)

@@ -66,7 +66,8 @@ GPUS = [(re.compile(rf'(?<![a-z0-9])({pattern})(?!\d)'), Gpu(*row)) for pattern,
 def find_gpu(name):
     """Return the row of a GPU's name, as a device or a user writes it; None where there is none."""
     name = re.sub('[-_ ]+', ' ', name.lower())
-    rows = () if ' mig ' in name else GPUS      # a slice of a GPU has a part of these figures
+    # a slice of a GPU has a part of these figures: of MIG, or of a vGPU, as GRID A100-10C
+    rows = () if re.search(r' mig | \d+[acq]$', name) else GPUS
     return next((gpu for pattern, gpu in rows if pattern.search(name)), None)
 
 

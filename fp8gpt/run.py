@@ -355,7 +355,8 @@ def check_data(config, folder, meta, tokenizer, before):
     without a tokenizer fits any."""
     check_template(config['template'], folder, meta.get('template', ''))
     typed = config.typed.get('tokenizer')
-    if typed in TOKENIZERS and typed != tokenizer:
+    # one of the hub is not fetched for this
+    if typed and (typed in TOKENIZERS or os.path.isdir(typed)) and identity(typed) != tokenizer:
         raise SettingError(f'{folder} is tokenized with {tokenizer}, not {typed}: leave out --tokenizer')
     if before and before['tokenizer'] not in (tokenizer, ''):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '

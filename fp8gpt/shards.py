@@ -59,6 +59,7 @@ DATASETS = {
         'hub': 'nvidia/OpenMathInstruct-2', 'splits': ('train_1M', 'train_2M', 'train_5M', 'train'),
         'columns': ['problem', 'generated_solution']},
     'hellaswag': {
+        'hub': 'Rowan/hellaswag',
         'url': 'https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/'
                'data/hellaswag_val.jsonl',
         'sha256': '0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588'},
@@ -75,12 +76,24 @@ def has_examples(name):
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
     fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats_1a2b3c4d, by its content, so
-    that after an edit it is another dataset."""
+    that after an edit it is another dataset. Raises SettingError for a name that DATASETS has of another org.
+    """
     for ending in ROWS:
         if name.endswith(ending):
             stem = re.sub(r'[^\w.]', '_', basename(name.removesuffix(ending)))
             return f'{stem}_{hash_of_file(name, getmtime(name))}' if isfile(name) else stem
-    return ALIASES.get(name, name.rpartition('/')[2].replace('-', '_'))
+    org, _, short = name.rpartition('/')
+    short = short.replace('-', '_')
+    known = DATASETS.get(short, {}).get('hub', '')
+    if short in DATASETS and is_of_hub(name) and dirname(known).lower() != org.lower():
+        raise SettingError(f'{short} is {known or "another dataset"} here: give the files of {name} as '
+                           '--data_files, under another name')
+    return ALIASES.get(name, short)
+
+
+def is_of_hub(name):
+    """Return whether a dataset's name is org/name, which no folder here has."""
+    return bool(re.fullmatch(r'[\w.-]+/[\w.-]+', name)) and not isdir(dirname(name))
 
 
 @functools.cache
@@ -230,13 +243,17 @@ def find_dataset(config):
         asked, name, texts = config['dataset'], name_of_prepared(config), []
         if asked.endswith(ROWS):
             texts = [f'--data_files={asked}']
-        elif re.fullmatch(r'[\w.-]+/[\w.-]+', asked) and not isdir(dirname(asked)):
+        elif is_of_hub(asked):
             name = asked        # of the hub
         elif name not in DATASETS:
             texts = ['--data_files=YOUR_TEXTS']
         words = [name, *naming_flags(config), *texts]
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
-    return folder, read_meta(folder)
+    meta, asked = read_meta(folder), config['dataset']
+    source = str(meta.get('settings', {}).get('source', asked))
+    if is_of_hub(asked) and is_of_hub(source) and source.lower() != asked.lower():
+        raise SettingError(f'{folder} is made from {source}, not {asked}: name that, or another --data_dir')
+    return folder, meta
 
 
 def read_meta(folder):
@@ -284,7 +301,8 @@ def listed(meta):
 
 def read_split(folder, split, meta):
     """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
-    damaged or not listed in meta.json, or does not have the length that is listed there."""
+    damaged or not listed in meta.json, or does not have the length that is listed there, or another format
+    than the others."""
     expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
     shards = {}
     for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
@@ -295,6 +313,9 @@ def read_split(folder, split, meta):
         if meta and there != tokens:
             raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
                             f'{AGAIN}')
+    if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:   # ids would wrap
+        raise DataError(f'{folder}: its {split} shards are of two tokenizers: some hold 2 bytes a token, '
+                        'some 4; give each a folder')
     return shards
 
 

@@ -534,6 +534,15 @@ def test_a_compressed_file_is_refused_before_it_is_inflated(folder):
     assert time.perf_counter() - start < 0.1
 
 
+def test_a_device_is_not_replaced(monkeypatch):
+    """As /dev/null would be, where root writes."""
+    replaced = mock.Mock(side_effect=OSError)
+    monkeypatch.setattr(os, 'replace', replaced)
+    with pytest.raises(DataError):
+        files.write_text('/dev/null', 'text')
+    assert not replaced.called
+
+
 def test_what_is_no_file_is_not_waited_for(folder, tmp_path):
     (tmp_path / 'run').mkdir()
     os.mkfifo(tmp_path / 'latest.pt')

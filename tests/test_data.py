@@ -64,6 +64,9 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
     assert train.batch([3])[0][0].tolist() == list(range(30, 41))
     assert shards.read_meta(str(tmp_path)) == {}
     assert train.bytes_per_token is None
+    write(tmp_path, 'train', [range(70_000, 70_100)], vocab_size=128_256)
+    with pytest.raises(DataError, match='of two tokenizers'):   # of Llama's ids 16 bits would be left
+        TokenData(str(tmp_path), 'train', 10)
     np.arange(5000, dtype='<u2').tofile(tmp_path / 'train.bin')
     with pytest.raises(DataError, match="nanoGPT's files have none.: give the texts to prepare_data.py"):
         read_shard(tmp_path / 'train.bin')
@@ -121,6 +124,25 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
     (tmp_path / 'meta.json').write_text('{"progress": {}}')
     with pytest.raises(MissingError, match='half prepared'):
         TokenData(str(tmp_path), 'train', 8)
+
+
+def test_a_dataset_of_the_hub_is_not_taken_for_that_of_another_org(tmp_path):
+    config = {'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
+    folder = dataset(tmp_path / 'wiki_en-byte', 1000, train=[range(200)], val=[range(100)])
+    path = folder / 'meta.json'
+    for source in 'one/wiki-en', 'local files':
+        write_json(str(path), json.loads(path.read_text()) | {'settings': {'source': source}})
+        for name in 'one/wiki-en', 'wiki_en', str(folder):
+            assert shards.find_dataset({**config, 'dataset': name})[0] == str(folder)
+        other = {**config, 'dataset': 'two/wiki-en'}
+        with pytest.raises(SettingError) if source == 'one/wiki-en' else contextlib.nullcontext():
+            shards.find_dataset(other)
+    for name, known in (('Skylion007/openwebtext', 'openwebtext'), ('Rowan/hellaswag', 'hellaswag'),
+                        ('huggingfacefw/fineweb-edu', 'fineweb_edu'), ('two/wiki-en', 'wiki_en')):
+        assert shards.dataset_name(name) == known
+    for name in 'two/openwebtext', 'two/fineweb-edu', 'two/shakespeare':
+        with pytest.raises(SettingError):
+            shards.dataset_name(name)
 
 
 @pytest.fixture

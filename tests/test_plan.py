@@ -387,6 +387,7 @@ def test_names_of_gpus():
         'NVIDIA A100-SXM4-40GB': 'A100 40GB', 'A100': 'A100 80GB', 'rtx4090': 'RTX 4090', 'NVIDIA L4': 'L4',
         'NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition': 'RTX PRO 6000 Max-Q', 'NVIDIA GB300': None,
         'NVIDIA H20-3e': None, 'NVIDIA GeForce RTX 5090 D': None, 'Quadro RTX 6000': None, 'Tesla T4': None,
-        'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'h1000': None, 'NVIDIA H100 80GB HBM3 MIG 1g.10gb': None}
+        'NVIDIA GeForce RTX 4090 Laptop GPU': None, 'h1000': None, 'NVIDIA H100 80GB HBM3 MIG 1g.10gb': None,
+        'GRID A100-10C': None, 'NVIDIA H100XM-20C': None, 'NVIDIA L40S-12Q': None, 'NVIDIA L4-24C': None}
     assert {name: getattr(find_gpu(name), 'name', None) for name in names} == names
     assert find_gpu('H100').memory == pytest.approx(85.5, abs=0.05)     # the driver's, not the data sheet's

@@ -255,8 +255,18 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
     mine.write_text('{"activity_label": "a", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": 0}')
     assert '--overwrite replaces it' in refused_here('hellaswag', f'--data_files={mine}', flag)[1]
     assert good.read_bytes() == before
-    prepare_here('hellaswag', f'--data_files={mine}', flag, '--overwrite')
-    assert good.read_bytes() == mine.read_bytes()
+    rows = [json.loads(mine.read_text()) | {'ctx': 'größe'}] * 3
+    paths = [written(tmp_path / f'lines.{kind}', rows) for kind in ('parquet', 'json', 'jsonl')]
+    paths.append(tmp_path / 'utf_16.jsonl')
+    paths[-1].write_text(paths[-2].read_text(), 'utf-16')
+    for path in paths:
+        prepare_here('hellaswag', f'--data_files={path}', flag, '--overwrite')
+        assert [*map(json.loads, good.read_bytes().splitlines())] == rows, path
+    (tmp_path / 'none.jsonl').touch()
+    written(tmp_path / 'test.jsonl', [{**rows[0], 'label': ''}])    # of the hub's split for tests
+    for name in 'none.jsonl', 'other.txt', 'test.jsonl':
+        assert refused_here('hellaswag', f'--data_files={tmp_path / name}', '--overwrite', flag)[0] == 1
+    assert len(good.read_bytes().splitlines()) == 3
 
 
 # ------------------------------------------------------------------------------- texts as people have them
@@ -458,6 +468,9 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monke
     assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert 'all shards are as meta.json says' in prepare_here(*words, '--verify')
+    (folder / 'meta.json').rename(tmp_path / 'meta.json')
+    assert refused_here(*words, '--verify')[0] == 1
+    (tmp_path / 'meta.json').rename(folder / 'meta.json')
     assert killed_here(12, *other, '--overwrite') == 12
     assert is_half(folder) and not meta(folder)['shards']   # it would list shards that are gone
     assert 'going on' in prepare_here(*other, '--overwrite')

@@ -15,6 +15,7 @@ from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT, TINY, run, write_tiny_data
 from helpers import checkpoint_of
 from model import GPT, PRESETS, GPTConfig
+from tokenizers_made import make_tokenizer
 
 CPU = torch.device('cpu')
 SMALL = GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=2, n_embd=16)
@@ -183,10 +184,11 @@ def test_a_cpu_without_bf16_units_computes_in_fp32_unless_bf16_is_typed_or_the_r
         assert any('no bf16 units here' in line for line in found.changes) == (dtype == 'fp32')
 
 
-def test_a_typed_tokenizer_is_not_passed_over(tiny_data):
+def test_a_typed_tokenizer_is_not_passed_over(tiny_data, tmp_path):
     """One of a config file is: the folder that a user types says what it holds."""
-    refused('is tokenized with byte, not gpt2: leave out --tokenizer',
-            f'--dataset={tiny_data}', '--tokenizer=gpt2')
+    for asked in 'gpt2', make_tokenizer(tmp_path / 'byte'):
+        refused(f'is tokenized with byte, not {asked}: leave out --tokenizer',
+                f'--dataset={tiny_data}', f'--tokenizer={asked}')
     assert resolved(f'--dataset={tiny_data}').tokenizer == 'byte'
 
 

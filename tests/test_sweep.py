@@ -84,11 +84,15 @@ MISTYPED = {
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     '--resume=latest': 'leave out resume',
     '--dataset=a/b --beta2=0.9,0.9': 'two runs would share sweeps/sweep/beta2=0.9',
+    '--max_lr=1,2 --learning_rate=3,4': 'max_lr and learning_rate are one setting',
+    '--max_lr=1,2 --learning_rate=3': 'max_lr and learning_rate are one setting',
+    '--use_fp8=on,off --mixed_precision=fp8,bf16': 'use_fp8 and mixed_precision are one setting',
 }
 # what stands in YAML, what is put there: what the one line says
 NO_GRID = {
     ('method: grid', 'method: bayes'): 'method: bayes is for W&B alone',
     ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
+    ('{name: val/loss, goal: minimize}', '{name: hellaswag/acc, goal: maximize}'): 'is for W&B alone',
     ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
     ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
     ('{values: [0.001, 1e-2]}', '{values: [0.001, null]}'): 'each a number or a text',
