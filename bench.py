@@ -366,7 +366,11 @@ def main(words):
              'words': arguments.words, 'data': run.folder}
     bench = BENCHES[arguments.command]
     benches = [(columns, bench(arguments, words)) for columns, words in matrix(arguments)]
-    rows = report_rows(benches, path, about)
+    try:
+        rows = report_rows(benches, path, about)
+    finally:
+        if not os.path.getsize(path):       # nothing was measured
+            os.remove(path)
     if arguments.command == 'quality':
         check_verdicts(rows)
     elif not any('ratio' in row for row in rows):
