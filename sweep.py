@@ -130,7 +130,7 @@ def flags_of_command(path, command):
     return flags
 
 
-def check_names(shared, axes):
+def refuse_two_names(shared, axes):
     """Raise SettingError where a setting stands in the grid under two names, or beside it: one value would be
     lost. shared, axes: as from read_grid."""
     flags = {word.removeprefix('--').partition('=')[0] for word in shared} - TRANSLATED.keys()
@@ -148,7 +148,7 @@ def points(words, name=None):
     name = name or pathlib.Path(config).stem
     if os.path.normpath(name).startswith(('..', '/')):
         raise SettingError(f'--name={name} names a folder outside of sweeps/')
-    check_names(shared, axes)
+    refuse_two_names(shared, axes)
     runs = math.prod(map(len, axes.values()))
     if runs > MOST:
         raise SettingError(f'that makes {runs:,} runs, more than {MOST:,}: give fewer values')
