@@ -439,9 +439,7 @@ def _in_the_way(directory, resumed_from, resumed_step, overwrite):
                            '--resume=latest resumes it, --checkpoint_dir=... starts elsewhere, '
                            '--overwrite removes it')
     for path in others:
-        names = (f'{path}.damaged{number}' for number in ('', *range(2, 10**6)))
-        aside = next(name for name in names if not lexists(name))      # there may be earlier ones
-        os.rename(path, aside)
+        aside = files.set_aside(path, '.damaged')
         say(f'{path} is damaged, or no checkpoint: set aside as {aside}')
     return old
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -224,6 +225,15 @@ def is_stale(path):
         silent = time.time() - max(locked, os.path.getmtime(log))
         return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
     return False
+
+
+def set_aside(path, ending, first=''):
+    """Rename a file to the first name that is free, of its own with `ending` and then `first`, 2, 3, ...
+    Return that name."""
+    names = (f'{path}{ending}{number}' for number in itertools.chain([first], itertools.count(2)))
+    aside = next(name for name in names if not lexists(name))
+    os.rename(path, aside)
+    return aside
 
 
 def is_in(directory, path):

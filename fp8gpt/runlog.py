@@ -2,7 +2,6 @@
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -173,7 +172,8 @@ class RunLog:
         if goes_on:
             records = [record for record in files.read_log(path) if record['step'] <= step]
         elif exists(path) and not config['overwrite']:      # its checkpoints were moved away
-            self._set_aside(path)
+            kept = files.set_aside(path, '.', 1)
+            self.say(f'log       {path} is of an earlier run: kept as {kept}')
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         self.writers['log.jsonl'] = write, _ = open_jsonl(path)
         self._attempt('log.jsonl', write, step, {
@@ -189,16 +189,10 @@ class RunLog:
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         })
         for name in filter(config.get, WRITERS):
-            if opened := self._attempt(name, WRITERS[name], config, precision, step if goes_on else 0):
+            if opened := self._attempt(name, WRITERS[name], config, precision, step * goes_on):
                 self.writers[name] = opened
         if config['profile']:
             self._start_profile(int(min(config['profile'], last_step - step - 3)))
-
-    def _set_aside(self, path):
-        """Rename a log, and say so."""
-        kept = next(name for n in itertools.count(1) if not exists(name := f'{path}.{n}'))
-        os.rename(path, kept)
-        self.say(f'log       {path} is of an earlier run: kept as {kept}')
 
     def _start_profile(self, steps):
         if steps > 0:
