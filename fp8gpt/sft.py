@@ -56,8 +56,8 @@ FORMS = ('messages (role, content); conversations (from, value, or texts in turn
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')}
 ROLES |= dict.fromkeys(('gpt', 'bot', 'model', 'chatgpt', 'bing', 'bard', 'claude', 'ai'), 'assistant')
 ROLES |= {'human': 'user', 'prompter': 'user', 'observation': 'tool', 'tool_response': 'tool'}
-CALLS = {'function_call': 'assistant', 'tool_call': 'assistant'}
-ROLES |= CALLS
+CALLS = 'function_call', 'tool_call'     # roles of a call alone, ShareGPT's and ms-swift's
+ROLES |= dict.fromkeys(CALLS, 'assistant')
 MARKED = re.compile(r'{%-?\s*generation\s*-?%}')     # marks the targets in a template
 NOW = re.compile(r'''strftime_now\((["'])(.*?)\1\)''')
 CALL_FORMS = [*itertools.product(('', None), (False, True))]
@@ -208,8 +208,9 @@ def joined(entries):
     """Return the messages of the entries of a conversation. A call alone belongs to the answer before it."""
     messages = []
     for entry in entries:
-        found = messages_of(entry)
-        last, calls = [{}, *messages][-1], is_call_alone(entry) and found[0].get('tool_calls')
+        found, last = messages_of(entry), messages[-1] if messages else {}
+        is_call = isinstance(entry, dict) and str(entry.get('role') or entry.get('from')).lower() in CALLS
+        calls = is_call and found[0].get('tool_calls')
         if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
             last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
         else:
@@ -221,11 +222,6 @@ def of_prompt(entries):
     """Return the messages of a prompt, whose answers are not to be learned unless a flag says so."""
     return [{**each, 'weight': 0} if each['role'] == 'assistant' and not flags_of(each) else each
             for each in joined(entries)]
-
-
-def is_call_alone(entry):
-    """Return whether an entry is a call by its role, as ms-swift and ShareGPT have it."""
-    return isinstance(entry, dict) and str(entry.get('role') or entry.get('from')).lower() in CALLS
 
 
 def message_of(entry):
