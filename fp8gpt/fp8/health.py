@@ -18,7 +18,7 @@ from torch.linalg import vector_norm
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace
 from .backends import distance, in_one_line, output_and_gradients
-from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, quantizers
+from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, falls_back, quantizers
 
 NOT_LOGGED = {'layer', 'tensor', 'format', 'badness', 'verdict'}     # of a row: the rest is figures
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
@@ -70,7 +70,7 @@ def cast_health(model, choice, run):
     def look(layer, tensor, x, quantizer, scale):
         row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
         row = judge(row | tensor_health(x.detach(), quantizer, scale))
-        rows[layer, tensor] = max(row, rows.get((layer, tensor), row), key=lambda row: row['badness'])
+        rows[layer, tensor] = worst_rows([row, rows.get((layer, tensor), row)])[0]
 
     def watch(name, module, arguments, named, y):
         kind = module.arithmetic.quantizers if name == HEAD else usual
@@ -78,7 +78,7 @@ def cast_health(model, choice, run):
         if scale is None:
             scale = None, None, None
         x = arguments[0] if arguments else named['input']
-        if x.is_nested or not x.numel():    # as an expert without a token: see falls_back
+        if falls_back(x, 16 if name == HEAD else RECIPES[choice.recipe].multiple):      # nothing was cast
             return
         look(name, 'input', x, kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
@@ -88,8 +88,8 @@ def cast_health(model, choice, run):
 
     with contextlib.ExitStack() as hooks:
         for name, module in fp8_linears(model).items():
-            see = functools.partial(watch, name)
-            hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
+            hooks.enter_context(
+                module.register_forward_hook(functools.partial(watch, name), with_kwargs=True))
         hooks.enter_context(no_trace(model))
         run()
     return list(rows.values())
