@@ -150,7 +150,7 @@ def bench_steps(arguments, words):
     run, precisions = settled_as(words)
     choice, steps = precisions['FP8'][0], WARMUP + arguments.steps
     words = [*words, f'--max_steps={steps}', *NO_OTHER_END, '--log_freq=1', '--sample_freq=0',
-             '--hellaswag_items=0', f'--eval_tokens={run.batch_size * run.config["block_size"]}',
+             '--hellaswag_freq=0', f'--eval_tokens={run.batch_size * run.config["block_size"]}',
              f'--checkpoint_freq={steps}', '--keep_checkpoints=1']
     row, times = {'backend': choice.backend, 'recipe': choice.recipe}, {}
     for precision, flags in (run.config['dtype'], ['--fp8_backend=off']), ('FP8', []):

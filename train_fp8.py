@@ -62,7 +62,6 @@ eval_tokens = 1_000_000          # >= 1: validation tokens per evaluation, in fi
 target_val_loss = 0.0            # >= 0: prints when validation loss reaches it, and continues; 0 = unset
 sample_freq = 0                  # >= 0: steps between samples of text; 0 = none
 hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, if prepare_data.py has it; 0 = none
-hellaswag_items = 10_042         # >= 0: how many of its items, from the first; 10,042 is all; 0 = none
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
 use_wandb = False                # writes the same curves to Weights & Biases
@@ -149,15 +148,15 @@ log = runlog.RunLog(ranks, run)
 log.intro(*run.early_lines())
 if not (dry_run or eval_only):  # before it takes minutes to compile
     distributed.on_rank_0(checkpoint.check_directory, checkpoint_dir, run.resume_path, step, overwrite)
-if eval_only or not hellaswag_items:
-    hellaswag_freq = min(1, hellaswag_items)
+if eval_only:
+    hellaswag_freq = 1
 hellaswag_path = os.path.join(data_dir, 'hellaswag', 'hellaswag_val.jsonl')
 if hellaswag_freq and not os.path.exists(hellaswag_path):
     log.say(f'HellaSwag is left out: there is no {hellaswag_path}; '
             '`python prepare_data.py hellaswag` fetches it')
     hellaswag_freq = 0
 if hellaswag_freq:      # a damaged file ends the run now, not at its first test
-    distributed.on_rank_0(hellaswag.read_items, hellaswag_path, hellaswag_items)
+    distributed.on_rank_0(hellaswag.read_items, hellaswag_path)
 text_tokenizer = get_tokenizer(run.tokenizer, run.folder) if sample_freq or hellaswag_freq else None
 
 # -------------------------------------------------------------------------------- model, precision, optimizer
@@ -298,8 +297,7 @@ def show_sample():
 
 def test_hellaswag():
     """Log the accuracies on HellaSwag; see hellaswag.py."""
-    result = hellaswag.evaluate(
-        model, text_tokenizer, hellaswag_path, limit=hellaswag_items, **vars(ranks))
+    result = hellaswag.evaluate(model, text_tokenizer, hellaswag_path, **vars(ranks))
     log.hellaswag(step, result, hellaswag.accuracy_line(result))
 
 
