@@ -348,7 +348,7 @@ def check(folder, vocab_size=2**32, trust=True):
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
                                'tokens: give the --tokenizer that it was made for, or, where the model lacks '
                                'some of its own, widen it by resize_token_embeddings of transformers')
-    newest = dict([*(noted | found).items()][-10_000:])
+    newest = dict([*(noted | found).items()][-100_000:])
     if newest != noted:
         with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
             files.write_json(CHECKED, newest)

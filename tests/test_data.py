@@ -164,6 +164,11 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         reads.clear()
         check(str(prepared), 257, trust)
         assert sum(reads) == read
+    others = {f'another {number}': [0, 0] for number in range(20_000)}
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | others))
+    for _ in range(2):      # a dataset of 10^12 tokens has ten thousand, and masks as many
+        check(str(prepared))
+    assert sum(reads) == 2000
     odd = json.dumps(dict.fromkeys(json.loads(notes.read_text()), 'ab'))
     for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}', odd:
         notes.write_text(text)
