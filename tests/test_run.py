@@ -416,6 +416,7 @@ def test_the_first_limit_reached_ends_a_run():
         (dict(max_steps=7, max_tokens=600, num_epochs=2), 1050, (6, 'max_tokens=600')),
         (dict(max_tokens=650), 1000, (6, 'max_tokens=650')),        # never more than asked
         (dict(max_tokens=100), 1000, (1, 'max_tokens=100')),
+        (dict(max_tokens=1_234_567), 1000, (12_345, 'max_tokens=1234567')),
         (dict(num_epochs=0.5), 1000, (5, 'num_epochs=0.5')),
         (dict(num_epochs=0.5), 0, (1, 'num_epochs=0.5')),
         (dict(num_epochs=0.07), 10_000, (7, 'num_epochs=0.07')),    # 0.07 * 10,000 is more than 700 in fp64
