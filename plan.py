@@ -446,7 +446,7 @@ def verdict(plans):
 
 def print_row(title, values, form='.2f'):
     """Print a row of the table."""
-    print(f'{title:<36}' + ''.join(f'{value:>12{form}}' for value in values))
+    print(f'{title:<36}' + ''.join(f' {value:>11{form}}' for value in values))
 
 
 def print_table(columns, usd):

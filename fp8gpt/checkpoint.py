@@ -451,7 +451,7 @@ def table(directory):
     losses = {record['step']: f'{record["val/loss"]:.4f}'
               for record in files.read_log(join(directory, 'log.jsonl'))
               if isinstance(record.get('val/loss'), float)}
-    for path in files_in(directory):
+    for path in sorted(files_in(directory), key=len):   # step 1,000,000 after 999,999
         try:
             state = _mapped(path)
             written = time.localtime(getmtime(path))

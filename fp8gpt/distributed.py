@@ -135,13 +135,14 @@ def check_alike(decisive):
     in a dict of what decides the run's result: settings, data, the step that it resumes from, versions."""
     if not dist.is_initialized():
         return
-    found = of_all_ranks(decisive)
-    for rank, theirs in enumerate(found):
-        for name in [*found[0], *theirs]:
-            ours, other = (each.get(name, 'missing') for each in (found[0], theirs))
-            if ours != other:
-                on_rank_0(_refuse, f'rank 0 has {name}={ours}, rank {rank} has {name}={other}: '
-                                   'all ranks need the same settings, data, checkpoints and versions')
+    with _silent_without_others():
+        ours = rank_0s(decisive)
+    pairs = {name: [each.get(name, 'missing') for each in (ours, decisive)] for name in [*ours, *decisive]}
+    unlike = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    for rank, first in enumerate(of_all_ranks(unlike[:1])):     # all of the dicts may be gigabytes
+        for name, ours, other in first:
+            on_rank_0(_refuse, f'rank 0 has {name}={ours}, rank {rank} has {name}={other}: '
+                               'all ranks need the same settings, data, checkpoints and versions')
 
 
 def _refuse(problem):

@@ -529,7 +529,7 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
             'num_epochs': max(1, step + of_epochs), 'max_hours': optim.OPEN}
     first = min(limits, key=ends.get)
     ended_by = [name for name in dict.fromkeys((first, 'max_hours')) if name in limits]
-    return ends[first], ' or '.join(f'{name}={limits[name]:g}' for name in ended_by)
+    return ends[first], ' or '.join(f'{name}={limits[name]:.15g}' for name in ended_by)
 
 
 # ---------------------------------------------------------------------------------------- a run's first lines

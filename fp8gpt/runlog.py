@@ -420,7 +420,8 @@ class RunCurves:
         curve = functools.partial(values_by_step, records)
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
-        self.seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items())).T     # steps, tokens
+        seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items()))     # steps, tokens
+        self.seen = seen.T.copy()       # rows in one piece, which interp would copy each time
         self.speeds, milliseconds = (
             {step: value for step, value in curve(key).items() if 0 < value < math.inf}
             for key in ('train/tokens_per_sec', 'train/dt_ms'))

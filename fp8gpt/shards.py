@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import re
+import resource
 import shlex
 import zlib
 from glob import glob
@@ -304,8 +305,11 @@ def read_split(folder, split, meta):
     damaged or not listed in meta.json, or does not have the length that is listed there, or another format
     than the others."""
     expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
-    shards = {}
-    for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
+    shards, names = {}, sorted({*expected, *glob('*.bin', root_dir=folder)})
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)    # Python's maps keep their files open
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual + len(names), most), most))
+    for file in names:
         if split_of_file(file) != split:
             continue
         shards[file] = read_shard(join(folder, file))
@@ -344,7 +348,7 @@ def check(folder, vocab_size=2**32, trust=True):
             raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
                                'tokens: give the --tokenizer that it was made for, or, where the model lacks '
                                'some of its own, widen it by resize_token_embeddings of transformers')
-    newest = dict([*(noted | found).items()][-10_000:])
+    newest = dict([*(noted | found).items()][-100_000:])
     if newest != noted:
         with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
             files.write_json(CHECKED, newest)

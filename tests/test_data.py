@@ -8,6 +8,7 @@ import itertools
 import json
 import operator
 import os
+import resource
 from unittest import mock
 
 import numpy as np
@@ -163,6 +164,11 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
         reads.clear()
         check(str(prepared), 257, trust)
         assert sum(reads) == read
+    others = {f'another {number}': [0, 0] for number in range(20_000)}
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | others))
+    for _ in range(2):      # a dataset of 10^12 tokens has ten thousand, and masks as many
+        check(str(prepared))
+    assert sum(reads) == 2000
     odd = json.dumps(dict.fromkeys(json.loads(notes.read_text()), 'ab'))
     for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}', odd:
         notes.write_text(text)
@@ -173,6 +179,16 @@ def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
     assert os.listdir(prepared) == before       # which may be a stranger's
     with pytest.raises(SettingError, match='outside the vocabulary of 256 .* resize_token_embeddings'):
         check(str(prepared), 256)
+
+
+def test_more_shards_are_mapped_than_a_shell_allows_files(tmp_path):
+    folder = dataset(tmp_path / 'mine-byte', 100, train=np.full((400, 100), 65), val=np.full((1, 100), 66))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
+    try:
+        assert len(TokenData(str(folder), 'train', 64).shards) == 400
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(prepared, monkeypatch):

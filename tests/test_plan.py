@@ -308,6 +308,11 @@ def test_the_report_of_gpt2_on_eight_gpus(said):
     assert [line for line in shown[2].splitlines() if line not in out] == []
 
 
+def test_columns_of_millions_of_dollars_stand_apart(capsys):
+    plan.print_row('the run, USD', [7_275_873.16, 7_254_949.86], ',.2f')
+    assert capsys.readouterr().out.split()[3:] == ['7,275,873.16', '7,254,949.86']
+
+
 def test_no_column_of_a_short_run_has_0_million_tokens(said):
     out = said('config/quickstart.py --gpu=h100 --gpus=1,16')
     assert re.search(r'the run, tokens +1,024,000 +16,384,000\n', out)

@@ -75,6 +75,7 @@ def test_tokens_are_those_that_were_seen(tmp_path):
         found = [run.tokens_at(step) for step in (0, 4, 10, 15, 20, 25, 40, last + 2)]
         assert found == [0, 400, 1000, 1500, 2000, 2250, 3000, 1100 + 50 * last]
         assert run.tokens == 50
+        assert all(row.flags.contiguous for row in run.seen)    # else half a million lines take ten minutes
 
 
 def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):

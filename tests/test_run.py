@@ -280,10 +280,14 @@ def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
     monkeypatch.setattr(distributed.dist, 'is_initialized', lambda: True)
     monkeypatch.setattr(distributed, 'on_rank_0', lambda work, line: work(line))
     more, less = {'seed': 1, 'train_000001.bin': [9, 9]}, {'seed': 1}
-    for found in [more, less], [less, more]:
-        monkeypatch.setattr(distributed, 'of_all_ranks', lambda _: found)
+    sent = []
+    monkeypatch.setattr(distributed, 'of_all_ranks', lambda value: sent.append(value) or [[], value])
+    for ours, theirs in (more, less), (less, more):
+        monkeypatch.setattr(distributed, 'rank_0s', lambda _: ours)
         with pytest.raises(SettingError, match='train_000001.bin=missing'):
-            distributed.check_alike(found[0])
+            distributed.check_alike(theirs)
+    distributed.check_alike(less)
+    assert [*map(len, sent)] == [1, 1, 0]       # not each rank's ten thousand shards
 
 
 def test_the_ranks_of_each_machine_check_their_own_files(monkeypatch):
@@ -412,6 +416,7 @@ def test_the_first_limit_reached_ends_a_run():
         (dict(max_steps=7, max_tokens=600, num_epochs=2), 1050, (6, 'max_tokens=600')),
         (dict(max_tokens=650), 1000, (6, 'max_tokens=650')),        # never more than asked
         (dict(max_tokens=100), 1000, (1, 'max_tokens=100')),
+        (dict(max_tokens=1_234_567), 1000, (12_345, 'max_tokens=1234567')),
         (dict(num_epochs=0.5), 1000, (5, 'num_epochs=0.5')),
         (dict(num_epochs=0.5), 0, (1, 'num_epochs=0.5')),
         (dict(num_epochs=0.07), 10_000, (7, 'num_epochs=0.07')),    # 0.07 * 10,000 is more than 700 in fp64

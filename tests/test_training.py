@@ -520,7 +520,7 @@ def test_list_checkpoints(one_run):
     folder, _ = one_run(*FP8_RUN)
     out = run('train_fp8.py', '--list_checkpoints', f'--checkpoint_dir={folder}').stdout
     names = [os.path.basename(line.split()[0]) for line in out.splitlines()]
-    assert names == ['best_model.pt', 'latest.pt', 'step_000005.pt', 'step_000010.pt']
+    assert names == ['latest.pt', 'best_model.pt', 'step_000005.pt', 'step_000010.pt']
     own = dict(records(folder, 'val/loss'))
     assert f'val loss {own[5]:>7.4f}  fp8' in out and f'val loss {own[10]:>7.4f}  fp8' in out
 
