@@ -195,7 +195,7 @@ def error_line(error):
         return str(error), error.exit_code
     text = first_line(error)
     if re.search("can't start new thread|Too many open files|Resource temporarily unavailable", text):
-        return f'{text}: lower --num_workers, or raise the limits that `ulimit -u` and `ulimit -n` print', 1
+        return f'{text}: raise the limits that `ulimit -u` and `ulimit -n` print, or lower --num_workers', 1
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
         path = f'{error.filename}: ' if error.filename else ''
         return path + error.strerror, 1

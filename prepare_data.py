@@ -35,7 +35,7 @@ template = 'auto'      # auto (chat for messages, else plain) | plain | chat: wh
 tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder or org/name
 data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
-shard_tokens = 10**8   # >= 1, <= 2e9: tokens after which a shard ends; held in memory, 400 MB of uint16
+shard_tokens = 10**8   # >= 1, <= 1e9: tokens after which a shard ends; held in memory, 400 MB of uint16
 val_fraction = 0.0     # >= 0, < 1: share for validation; 0: the dataset's or 0.005; at least 20 rows or 5%
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json

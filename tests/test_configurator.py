@@ -365,13 +365,13 @@ ENDS = {
     'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
     'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
     'import os; raise OSError(24, os.strerror(24))':
-        (1, 'error: [Errno 24] Too many open files: lower --num_workers, or'),
+        (1, 'error: [Errno 24] Too many open files: raise the limits'),
     'import os; raise BlockingIOError(11, os.strerror(11))':
-        (1, 'error: [Errno 11] Resource temporarily unavailable: lower --num_workers, or'),
+        (1, 'error: [Errno 11] Resource temporarily unavailable: raise the limits'),
     # a terminal's, which no limit has to do with
     'raise BlockingIOError(11, "write could not complete without blocking")':
         (1, 'error: write could not complete without blocking\n'),
-    'raise RuntimeError("can\'t start new thread")': (1, "error: can't start new thread: lower --num_w"),
+    'raise RuntimeError("can\'t start new thread")': (1, "error: can't start new thread: raise the limits"),
     'raise RuntimeError("Failed to find C compiler.")': (1, 'error: torch.compile finds no compiler that'),
     'raise RuntimeError("InvalidCxxCompiler: none")': (1, 'error: torch.compile finds no compiler that'),
     'import subprocess; raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "-O3"])':
