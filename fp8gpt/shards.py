@@ -183,11 +183,11 @@ class ShardWriter:
         self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
         self.shards = [shard for shard in listed if shard['file'].startswith(split)]  # the full ones
         self.tokens = 0  # of the shard under way
-        self.bodies = [bytearray() for _ in self.dtypes]
+        self.bodies = [[] for _ in self.dtypes]     # arrays of documents
         if self.shards and self.shards[-1]['tokens'] < shard_tokens:
             self.tokens = self.shards.pop()['tokens']
             for body, path in zip(self.bodies, self.paths()):
-                body += read_shard(path)[:self.tokens].tobytes()
+                body.append(read_shard(path)[:self.tokens])
 
     def paths(self):
         """Return the paths of the shard under way and of its mask."""
@@ -197,13 +197,13 @@ class ShardWriter:
     def add(self, document):
         """Append a document's ids (n,), or its ids and mask (n, 2). Return whether that ended a shard."""
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
-            body += column.astype(dtype).tobytes()
+            body.append(np.ascontiguousarray(column, dtype))
         self.tokens += len(document)
         if self.tokens < self.shard_tokens:
             return False
         self.shards = self.save()
         self.tokens = 0
-        self.bodies = [bytearray() for _ in self.dtypes]
+        self.bodies = [[] for _ in self.dtypes]
         return True
 
     def save(self):
@@ -212,9 +212,12 @@ class ShardWriter:
             return self.shards
         header = np.zeros(HEADER, '<i4')
         header[:3] = *self.format, self.tokens
-        for path, body in zip(self.paths(), self.bodies):
-            files.write(path, lambda file: file.writelines([header, body]))
-        checksums = dict(zip(['crc32', 'mask_crc32'], map(zlib.crc32, self.bodies)))
+        checksums = {}
+        for name, path, body in zip(['crc32', 'mask_crc32'], self.paths(), self.bodies):
+            files.write(path, lambda file: file.writelines([header, *body]))
+            checksums[name] = 0
+            for part in body:
+                checksums[name] = zlib.crc32(part, checksums[name])
         return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
 
 
