@@ -187,7 +187,8 @@ def write_tokenizer(tokenizer, folder):
         ranks = {tokenizer.decode_bytes([i]): i for i in range(tokenizer.eot)}
         converter = Converter(ranks, GPT2_WORDS, extra_special_tokens=[EOT])
         converter.converted().save(f'{folder}/tokenizer.json')
-        settings = {'bos_token': EOT, 'eos_token': EOT, 'clean_up_tokenization_spaces': False}
+        settings = dict.fromkeys(('bos_token', 'eos_token', 'unk_token'), EOT)      # CTranslate2 wants all
+        settings['clean_up_tokenization_spaces'] = False
     else:
         tokenizer.save(folder)
         settings = files.read_json(path)

@@ -167,11 +167,13 @@ def read_config(theirs):
     # as in transformers 5, rope_scaling replaces rope_parameters; fields outside are used where it has none
     rope = theirs.get('rope_scaling') or theirs.get('rope_parameters') or {}
     given = family.missing | {name: value for name, value in (theirs | rope).items() if value is not None}
-    given |= theirs.get('quantization_config') or {}
+    if quantised := theirs.get('quantization_config') or theirs.get('quantization'):    # MLX's
+        given |= {'quant_method': None} | quantised
     for name, allowed in (family.fixed | FP8).items():
         value = given.get(name, allowed[0])
         if value not in allowed:
-            raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
+            other = ', or name the model before its quantisation' if name in FP8 else ''
+            raise SettingError(f'{name}={value} is not built: {allowed[0]} is{other}')
     ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)

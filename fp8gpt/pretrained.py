@@ -239,8 +239,8 @@ class Weights:
         DataError for a file outside the folder."""
         weight_map = files.read_json(index).get('weight_map')
         if not weight_map:
-            raise MissingError(f'{self.name} has no {WEIGHTS}, and no {INDEX} that names other files: no '
-                               'other weights are read')
+            raise MissingError(f'{self.name} has no {WEIGHTS}, and no {INDEX} that names other files: '
+                               "transformers' from_pretrained and save_pretrained write it from others")
         listed = [*weight_map.values()] if isinstance(weight_map, dict) else [None]
         for file in listed:
             if not isinstance(file, str) or os.path.isabs(file) or '..' in file.split('/'):
