@@ -36,10 +36,10 @@ NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)
 def fine_tuning(script, config):
     """Return the settings of a training script, Config, with what a run that starts anew from a Hugging Face
     model takes: the model's tokenizer, unless it is given, and, where no config file is named, the one for
-    fine-tuning, which is printed. Raises what configure does."""
+    fine-tuning, which is printed. Raises what configure does, and for a name that is no model's."""
     name, resume = config['init_from'], config['resume']
     begun = resume and (resume != 'auto' or glob.glob('*.pt', root_dir=config['checkpoint_dir']))
-    if begun or name in ('scratch', *PRESETS) or not is_pretrained(name):
+    if begun or is_built_here(name):
         return config
     if not config.layers[0]:
         path = os.path.join(HERE, 'config', 'finetune_lora.py' if config['lora_rank'] else 'finetune.py')
@@ -92,18 +92,30 @@ def base(init_from, adapters=False):
     """
     if init_from in ('scratch', *PRESETS):
         return None
-    if is_pretrained(init_from):
+    if not is_built_here(init_from):
         return source(init_from)
-    if not files.checkpoint_of(init_from).endswith('.pt'):
-        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
-                           '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
-                           '--resume=auto goes on with a run')
     state = checkpoint.read(init_from)
     if adapters and state.get('lora'):
         raise SettingError(f'{init_from} holds adapters, and adapters train beside a whole model: first '
                            f'`python hf.py merge --ckpt={init_from} --out=merged`, then --init_from=merged/'
                            'latest.pt; adapters that were trained on it want that file in its place')
     return with_merged_adapters(state)
+
+
+def is_built_here(init_from):
+    """Return whether that is scratch, a preset or a checkpoint, not a Hugging Face model. Raises SettingError
+    for any other name, MissingError where the checkpoint is not there."""
+    if init_from in ('scratch', *PRESETS):
+        return True
+    if is_pretrained(init_from):
+        return False
+    if '/' in init_from and not os.path.exists(init_from):
+        raise MissingError(f'init_from={init_from}: there is no such folder or checkpoint')
+    if not files.checkpoint_of(init_from).endswith('.pt'):
+        raise SettingError(f'init_from={init_from}: there are scratch, {", ".join(PRESETS)}, checkpoints '
+                           '(*.pt), and Hugging Face models: folders, and org/name on the hub; '
+                           '--resume=auto goes on with a run')
+    return bool(files.checkpoint_file(init_from))
 
 
 def base_of_adapters(about):

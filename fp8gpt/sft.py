@@ -21,7 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
-from os.path import dirname, exists, isfile, join
+from os.path import dirname, isfile, join
 
 import numpy as np
 
@@ -661,15 +661,12 @@ LOW_LR = 5e-5           # adapters begin at zero: they usually take 2e-4
 
 def ready(config):
     """Return the settings of a run. One that starts from a checkpoint takes the tokenizer beside it; a new
-    one has its examples prepared; a resumed one has them all. Raises MissingError where there is no such
-    checkpoint; ends the process where preparing fails."""
+    one has its examples prepared; a resumed one has them all. Ends the process where preparing fails."""
     resume, checkpoints = config['resume'], glob.glob('*.pt', root_dir=config['checkpoint_dir'])
     if not resume or resume == 'auto' and not checkpoints:
         name = config['init_from']
         if not is_pretrained(name):
             path = files.checkpoint_of(name)
-            if '/' in name and not exists(path):   # or a tokenizer would be missed first
-                raise MissingError(f'init_from={name}: there is no such folder or checkpoint')
             beside = dirname(path) or '.'
             if 'tokenizer' not in config.given and isfile(path) and identity_of_folder(beside):
                 config['tokenizer'] = beside

@@ -434,12 +434,17 @@ def test_a_run_resumed_from_elsewhere_takes_over_no_other_runs_curves(one_run, h
 
 def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)     # as where it is not installed
+    chats = tmp_path / 'chats.jsonl'
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}]}')
     mistakes = [
         (['--resume=best'], 1, f'resume=best: there is no {tmp_path}/run/best_model.pt'),
         (['--resume=nowhere'], 1, 'resume=nowhere: there is no nowhere'),
         (['--use_wandb'], 1, 'use_wandb wants the package: `pip install wandb`'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
         (['--init_from=/no/such/model'], 1, 'there is no such folder or checkpoint'),
+        # before the examples are prepared, which wants another tokenizer
+        ([f'--init_from={chats}', f'--dataset={chats}'], 2, 'org/name on the hub'),
+        (['--init_from=none.pt', f'--dataset={chats}'], 1, 'there is no checkpoint none.pt'),
         (['--lora_alpha=8'], 2, 'type --lora_rank, too'),
         (['--fp8_backend=native', '--n_embd=40', '--ffn_dim=40'], 2, 'can be in FP8: 40 -> 120'),
     ]
