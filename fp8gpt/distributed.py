@@ -59,6 +59,8 @@ def init(device='auto'):
                                f'torchrun --nproc_per_node={gpus}')
         device = f'cuda:{local_rank}'
         torch.cuda.set_device(device)
+        if world_size > 1:      # DDP keeps to the stream in which it is made; no graph captures the default
+            torch.cuda.set_stream(torch.cuda.Stream())
         backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU
     if world_size > 1:
         try:

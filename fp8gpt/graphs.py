@@ -19,8 +19,11 @@ def capture(function, pool=None):
     same addresses. function() itself computes nothing here. pool: of memory, which graphs that are replayed
     one after the other may share, in the order in which they were captured."""
     graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    if not stream.cuda_stream:      # the default one, which cannot be captured
+        stream = None
     # by default, a loader's thread that pins memory meanwhile would end the capture
-    with torch.cuda.graph(graph, pool, capture_error_mode='thread_local'):
+    with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
         result = function()
     return graph.replay, result
 

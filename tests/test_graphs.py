@@ -1,5 +1,7 @@
 """fp8gpt/graphs.py: a replayed step is a step. On a CPU, by a stand-in for CUDA's capture; on a GPU, see
 tests/gpu."""
+from unittest import mock
+
 import pytest
 import torch
 
@@ -44,6 +46,17 @@ class Captures:
     def give(self, gradients):
         for p, gradient in zip(self.parameters, gradients):
             p.grad = gradient
+
+
+@pytest.mark.parametrize('handle, captured_in', [(0, None), (7, 7)])
+def test_a_stream_of_ones_own_is_captured(handle, captured_in, monkeypatch):
+    """There DDP's gradients are added up. The default stream cannot be captured."""
+    for name in 'CUDAGraph', 'graph', 'current_stream':
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.current_stream.return_value.cuda_stream = handle
+    assert graphs.capture(lambda: 3)[1] == 3
+    stream = torch.cuda.graph.call_args.args[2]
+    assert (stream and stream.cuda_stream) == captured_in
 
 
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS)):
