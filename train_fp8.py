@@ -301,6 +301,11 @@ def test_hellaswag():
     log.hellaswag(step, result, hellaswag.accuracy_line(result))
 
 
+def fp8_health():
+    """Log what FP8 does to the numbers of each cast, and return it."""
+    return health.log_health(log, step, model, fp8_choice, rehearse)
+
+
 def forward_backward(x, y, examples, n_targets):
     """Add a micro-batch's share to the step's gradients, and return its share of the loss."""
     loss = ddp_model(x, y, n_targets=n_targets, examples=examples)
@@ -319,7 +324,7 @@ while step < last_step:
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         replay.forget()
         with clock.paused():
-            health.log_health(log, step, model, fp8_choice, rehearse)
+            distributed.finish_all([fp8_health], [], distributed.sharded(config))
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
                  (torch.cuda.empty_cache, empty_cache_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
@@ -401,7 +406,7 @@ if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)
     if diverged and fp8_choice.on:
-        rows = health.log_health(log, step, model, fp8_choice, rehearse)
+        rows = fp8_health()
         flags = health.resume_flags(rows, fp8_choice)
         log.say(f'if FP8 is the cause, go on by the same command with {flags}')
 if stopping and not step:

@@ -32,7 +32,7 @@ import torch
 from configurator import DataError, MissingError, SettingError, first_line, printable, say
 from fp8gpt import files
 from fp8gpt.distributed import (
-    copies_take_parts, is_first_of_node, is_rank_0, is_sharded, part, rank_0s, whole)
+    copies_take_parts, is_first_of_node, is_rank_0, is_sharded, on_rank_0, part, rank_0s, whole)
 from model import GPT, GPTConfig
 
 NoneType = type(None)
@@ -103,21 +103,34 @@ def save(directory, state, keep, best=False, before=0):
     """Write step_<state['step']>.pt on rank 0, unless it is there (a run reaches a step once), and name it
     latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then remove the oldest
     step files but `keep` (0 = keep all) and the newest up to the step `before`; on a full disk these first.
-    All ranks call this. Raises DataError where that makes no room: the newest files are untouched."""
-    path = step_path(directory, state['step'])
-    if not rank_0s(exists(path)):
+    All ranks call this, and wait for rank 0. Raises DataError, there, where that makes no room: the newest
+    files are untouched."""
+    if not rank_0s(exists(step_path(directory, state['step']))):
         state = gathered(state)
-        if is_rank_0():
-            fill = functools.partial(torch.save, state)
-            try:
-                files.write(path, fill)
-            except DataError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)     # None: torch kept the reason
-                if not is_full or keep < 2 or not _remove_oldest(directory, keep - 1, before):
-                    raise
-                files.write(path, fill)
-    if not is_rank_0():
-        return
+    problems = []
+
+    def write():
+        try:
+            _write(directory, state, keep, best, before)
+        except OSError as error:        # the others would wait for this rank
+            problems.append(error)
+    on_rank_0(write)
+    for problem in problems:
+        raise problem
+
+
+def _write(directory, state, keep, best, before):
+    """Write and remove what `save` does."""
+    path = step_path(directory, state['step'])
+    if not exists(path):
+        fill = functools.partial(torch.save, state)
+        try:
+            files.write(path, fill)
+        except DataError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)     # None: torch kept the reason
+            if not is_full or keep < 2 or not _remove_oldest(directory, keep - 1, before):
+                raise
+            files.write(path, fill)
     _link(path, join(directory, 'latest.pt'))
     if best:
         _link(path, join(directory, 'best_model.pt'))

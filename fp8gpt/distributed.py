@@ -6,6 +6,7 @@ ends the run: 10 minutes for NCCL, 30 for gloo.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
 import signal
 import sys
@@ -59,6 +60,8 @@ def init(device='auto'):
                                f'torchrun --nproc_per_node={gpus}')
         device = f'cuda:{local_rank}'
         torch.cuda.set_device(device)
+        if world_size > 1:      # DDP keeps to the stream in which it is made; no graph captures the default
+            torch.cuda.set_stream(torch.cuda.Stream())
         backend = 'cpu:gloo,cuda:nccl'      # agreeing to stop must not wait for the GPU
     if world_size > 1:
         try:
@@ -123,11 +126,16 @@ def _while_others_wait(works, work, arguments):
     if not dist.is_initialized():
         return work(*arguments) if works else None
     with _silent_without_others():
-        group = dist.new_group(backend='gloo', timeout=PATIENCE)
+        group = _patient_group()
     value = work(*arguments) if works else None
     with _silent_without_others():
         dist.barrier(group)
     return value
+
+
+@functools.cache
+def _patient_group():
+    return dist.new_group(backend='gloo', timeout=PATIENCE)
 
 
 def check_alike(decisive):

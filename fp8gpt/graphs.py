@@ -19,8 +19,11 @@ def capture(function, pool=None):
     same addresses. function() itself computes nothing here. pool: of memory, which graphs that are replayed
     one after the other may share, in the order in which they were captured."""
     graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    if not stream.cuda_stream:      # the default one, which cannot be captured
+        stream = None
     # by default, a loader's thread that pins memory meanwhile would end the capture
-    with torch.cuda.graph(graph, pool, capture_error_mode='thread_local'):
+    with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
         result = function()
     return graph.replay, result
 
@@ -55,6 +58,8 @@ class Replay:
         if not self.graphs and not later:
             self.held, self.n_targets = [each.clone() for each in inputs], n_targets
             self.pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
+            self.free, _ = torch.cuda.mem_get_info()
         # gradients are where the first graph makes them only once it has run in this step
         unlike = later and not self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
         if unlike or later not in self.graphs and not self.captured(later):
@@ -75,6 +80,9 @@ class Replay:
             self.graphs[later] = capture(
                 lambda: self.forward_backward(*self.held, None, self.n_targets), self.pool)
             self.gradients = [p.grad for p in self.model.parameters()]
+            left, _ = torch.cuda.mem_get_info()
+            if hasattr(self.model, 'require_backward_grad_sync') and left < self.free - left:
+                raise torch.OutOfMemoryError('a micro-step that reduces gradients takes as much again')
         except RuntimeError as error:   # of a library's call that no graph takes, or for lack of memory
             for p, gradient in zip(self.model.parameters(), before):
                 p.grad = gradient

@@ -16,7 +16,7 @@ from model import GPT, Linear
 def choose_precision(run, world_size=1):
     """Return (the fp8.Choice of a Run, lines to print), after the self-check on a GPU. run.compiled becomes
     what runs. A run that was trained in FP8 takes its backend, recipe and kernels from the checkpoint, as
-    orders. Raises what fp8.choose and health.self_check raise."""
+    orders. Raises what fp8.choose, check_alike and health.self_check raise."""
     config, compiled, lines = run.config, run.compiled, []
     if config['eval_only']:
         return dataclasses.replace(fp8.OFF, reason='evaluation is without it'), lines
@@ -30,6 +30,7 @@ def choose_precision(run, world_size=1):
     place = fp8.Place(run.device, tokens, compiled, tuple(run.model_config.linears()), run.compute_dtype)
     try:
         choice = fp8.choose(options, place)
+        distributed.check_alike({'FP8': choice.ran or 'off'})
         run.compiled = compiled and (config['compile_model'] == 'on' or not choice.eager)
         if choice.on and run.device.type == 'cuda':
             sample, backend = sample_of(run, compiled, world_size), BACKENDS[choice.backend]

@@ -1,9 +1,12 @@
 """What the ranks of tests/test_sharding.py check inside one process group of two."""
+import contextlib
 import os
 import pathlib
 import resource
 import sys
+import time
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -126,6 +129,23 @@ def saved():
             assert torch.equal(distributed.part(new[name][key]), distributed.part(tensor)), (name, key)
 
 
+def saved_slowly():
+    """All ranks wait until rank 0 has written a checkpoint: else NCCL ends the run in the next step, after 10
+    minutes. They do not wait for one that cannot be written."""
+    gpt = GPT(SMALL)
+
+    def write(*arguments, real=torch.save):
+        time.sleep(1)
+        real(*arguments)
+    for step, writes in (8, write), (9, mock.Mock(side_effect=OSError(28, 'No space left on device'))):
+        path = f'{sys.argv[1]}/step_{step:06d}.pt'
+        with mock.patch('torch.save', writes), contextlib.suppress(OSError):
+            checkpoint.save(sys.argv[1], checkpoint_of(gpt, step), keep=0)
+            assert os.path.exists(path) == (step == 8)
+            assert step == 8 or not ranks.main
+        torch.distributed.barrier()
+
+
 def memory():
     """Bytes that building takes at most, as a share of the whole model's."""
     built(SMALL)  # what torch takes once
@@ -136,7 +156,7 @@ def memory():
     assert share < 0.75, f'{share:.2f} of the model'
 
 
-for check in (memory, first_weights, travel, sharded_when, blocks, skip, saved):
+for check in (memory, first_weights, travel, sharded_when, blocks, skip, saved, saved_slowly):
     check()
 if ranks.main:
     print('checked', flush=True)

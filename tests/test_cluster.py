@@ -96,6 +96,17 @@ def test_ranks_that_would_train_unlike_things_are_refused_in_one_line(tiny, tiny
     assert not (tmp_path / 'new').exists() and not (tmp_path / 'run1').exists()
 
 
+def test_ranks_that_choose_unlike_precisions_are_refused(tiny, tmp_path):
+    """A GPU's trial may fail alone, as where another process holds its memory."""
+    choose = "from fp8gpt import fp8\nif os.environ['RANK'] == '1':\n    fp8.choose = lambda *_: fp8.OFF"
+    words = [runner(tmp_path, choose), 'train_fp8.py', '--fp8_backend=native', *tiny]
+    started = start_ranks(2, *words, f'--checkpoint_dir={tmp_path}/new')
+    done = [forked.finish(words, *each, timeout=60) for each in started]
+    assert [each.returncode for each in done] == [2, 1]
+    assert "rank 0 has FP8={'fp8_backend': 'native', " in done[0].stderr
+    assert ', rank 1 has FP8=off: all ranks need the same ' in done[0].stderr
+
+
 def test_two_ranks_then_one_then_four_end_at_max_tokens(tiny, tmp_path):
     """A rank takes 4 x 64 = 256 tokens a step: 5 steps of 512, 4 of 256, then 6 of 1,024, to 9,728."""
     seen = [512, 1024, 1536, 2048, 2560, 2816, 3072, 3328, 3584, 4608, 5632, 6656, 7680, 8704, 9728]

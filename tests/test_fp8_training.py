@@ -1,11 +1,13 @@
 """FP8 through the script: delayed scaling's state, the end in bf16, looks at the numbers, recomputation,
 ranks."""
 import json
+from unittest import mock
 
 import pytest
 import torch
 
 from fp8gpt.checkpoint import read
+from fp8gpt.fp8 import health
 from conftest import COUNTS_GRAPHS, in_ranks, losses, records, refused, run, runner
 from fp8_models import DELAYED
 from helpers import same_tensors
@@ -112,6 +114,14 @@ def test_ranks_share_their_scales(delayed, tiny, tmp_path):
         last = [f'--gradient_accumulation_steps={micro_steps}', f'--resume={tmp_path}/two/latest.pt']
         run(*DELAYED, *last, '--max_steps=11', f'--checkpoint_dir={tmp_path}/{micro_steps}')
         assert read(tmp_path / str(micro_steps) / 'latest.pt')['fp8_state']['steps'] == updates
+
+
+def test_a_look_at_the_numbers_without_memory_is_left_out(here, tiny, tmp_path, monkeypatch):
+    """It computes eagerly, in several times a compiled pass's memory: a full GPU has none at step 5."""
+    monkeypatch.setattr(health, 'log_health', mock.Mock(side_effect=torch.OutOfMemoryError('no room')))
+    out = here(*FP8, *tiny, '--fp8_stats_freq=5', f'--checkpoint_dir={tmp_path}')
+    assert 'left out at this step: fp8_health: OutOfMemoryError: no room' in out
+    assert len(losses(tmp_path)) == 10
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """fp8gpt/graphs.py: a replayed step is a step. On a CPU, by a stand-in for CUDA's capture; on a GPU, see
 tests/gpu."""
+from unittest import mock
+
 import pytest
 import torch
 
@@ -46,16 +48,29 @@ class Captures:
             p.grad = gradient
 
 
-def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS)):
+@pytest.mark.parametrize('handle, captured_in', [(0, None), (7, 7)])
+def test_a_stream_of_ones_own_is_captured(handle, captured_in, monkeypatch):
+    """There DDP's gradients are added up. The default stream cannot be captured."""
+    for name in 'CUDAGraph', 'graph', 'current_stream':
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.current_stream.return_value.cuda_stream = handle
+    assert graphs.capture(lambda: 3)[1] == 3
+    stream = torch.cuda.graph.call_args.args[2]
+    assert (stream and stream.cuda_stream) == captured_in
+
+
+def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),
+            taken=60):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
-    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. In the midst,
-    an evaluation."""
+    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of 100
+    bytes, by graphs. In the midst, an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
     model = wrap(model) if wrap else model
     captures = Captures(model, fails)
     monkeypatch.setattr(graphs, 'capture', captures)
     for name in ('empty_cache', 'graph_pool_handle'):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100 - taken * bool(replay.graphs), 141))
 
     def forward_backward(x, y, examples, n_targets):
         loss = model(x, y, n_targets=n_targets, examples=examples)
@@ -98,16 +113,18 @@ def test_a_step_may_have_one_micro_step_unlike_the_others(odd_step, odd_micro_st
         assert same_bits(ours, theirs)
 
 
-def test_ddp_launches_the_micro_step_in_which_it_reduces(monkeypatch):
-    """There gradients become views of its buckets; the next step's lie where the graph makes them."""
+@pytest.mark.parametrize('taken, captures', [(50, 2 + 2), (60, 1)])
+def test_ddp_launches_the_micro_step_in_which_it_reduces(taken, captures, monkeypatch):
+    """There gradients become views of its buckets; the next step's lie where the graph makes them. It has
+    activations beside those in the graphs' memory, or there are no graphs."""
     def wrap(model):
         return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        expected, found = trained(monkeypatch, False), trained(monkeypatch, wrap=wrap)
+        expected, found = trained(monkeypatch, False), trained(monkeypatch, wrap=wrap, taken=taken)
     finally:
         torch.distributed.destroy_process_group()
-    assert found[3] == 2 + 2 and found[2] == []
+    assert (found[3], len(found[2])) == (captures, captures == 1)
     for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
         assert same_bits(ours, theirs)
 

@@ -293,6 +293,10 @@ def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
         return lambda: replayed.append(number), found
     sample(micro_steps=4, compiled=True, capture=capture).times({'bf16': fp8.OFF, 'fp8': NATIVE})
     assert replayed == [4, 0, 0, 0] * 2
+
+    def refuse(run):
+        raise RuntimeError('operation not permitted when stream is capturing')
+    assert sample(compiled=True, capture=refuse).times({'fp8': NATIVE})      # as a run goes on without
     found = []
     for words, ranks, steps in (('', 1, 4), ('--no_cuda_graphs', 1, 4), ('--compile_model=off', 1, 4),
                                 ('', 2, 4), ('', 2, 1)):

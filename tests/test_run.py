@@ -276,6 +276,19 @@ def test_more_ranks_than_gpus(monkeypatch):
         distributed.init()
 
 
+def test_ranks_compute_in_a_stream_of_their_own(monkeypatch):
+    """DDP's gradients would be added up in the default stream, which ends a capture in another."""
+    start_two_ranks(monkeypatch)
+    streams = []
+    answers = {'is_available': lambda: True, 'device_count': lambda: 2, 'set_device': streams.append,
+               'Stream': lambda: 'own', 'set_stream': streams.append}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend: None)
+    distributed.init()
+    assert streams == ['cuda:0', 'own']
+
+
 def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
     monkeypatch.setattr(distributed.dist, 'is_initialized', lambda: True)
     monkeypatch.setattr(distributed, 'on_rank_0', lambda work, line: work(line))

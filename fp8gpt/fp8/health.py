@@ -267,10 +267,11 @@ class Sample:
         dy = torch.ones_like(model(*self.inputs))
         first = later = functools.partial(output_and_gradients, model, self.inputs, dy)
         if compiled and self.capture:
-            for work in (lambda run: run(), self.capture):      # compiled before it is captured
-                state.weight_cache.new_step(self.micro_steps)
-                made = [work(first), work(first)]
-            first, later = (replay for replay, _ in made)
+            with contextlib.suppress(RuntimeError):     # of what no graph takes: the run does without, too
+                for work in (lambda run: run(), self.capture):      # compiled before it is captured
+                    state.weight_cache.new_step(self.micro_steps)
+                    made = [work(first), work(first)]
+                first, later = (replay for replay, _ in made)
         while True:
             state.weight_cache.new_step(self.micro_steps)
             for number in range(self.micro_steps):
