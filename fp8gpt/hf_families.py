@@ -172,8 +172,8 @@ def read_config(theirs):
     for name, allowed in (family.fixed | FP8).items():
         value = given.get(name, allowed[0])
         if value not in allowed:
-            other = ', or name the model before its quantisation' if name in FP8 else ''
-            raise SettingError(f'{name}={value} is not built: {allowed[0]} is{other}')
+            raise SettingError(f'{name}={value} is not built: {allowed[0]} is'
+                               + ', or name the model before its quantisation' * (name in FP8))
     ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)

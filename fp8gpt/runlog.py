@@ -420,8 +420,8 @@ class RunCurves:
         curve = functools.partial(values_by_step, records)
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
-        seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items()))     # steps, tokens
-        self.seen = seen.T.copy()       # rows in one piece, which interp would copy each time
+        # steps, tokens: rows in one piece, or interp would copy them each time
+        self.seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items())).T.copy()
         self.speeds, milliseconds = (
             {step: value for step, value in curve(key).items() if 0 < value < math.inf}
             for key in ('train/tokens_per_sec', 'train/dt_ms'))
@@ -437,7 +437,7 @@ class RunCurves:
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val, self.last_hellaswag, self.last_bits = map(
             last_of, (self.val, self.hellaswag, curve('val/bits_per_byte')))
-        self.finished = bool(records[-1].get('finished'))
+        self.finished = 'finished' in records[-1]
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
