@@ -242,9 +242,9 @@ def read_shard(path):
 def find_dataset(config):
     """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
     the command that prepares it, where there are no shards, and what read_meta raises."""
-    folder = dataset_dir(config)
+    folder, asked = dataset_dir(config), config['dataset']
     if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
-        asked, name, texts = config['dataset'], name_of_prepared(config), []
+        name, texts = name_of_prepared(config), []
         if asked.endswith(ROWS):
             texts = [f'--data_files={asked}']
         elif is_of_hub(asked):
@@ -253,7 +253,7 @@ def find_dataset(config):
             texts = ['--data_files=YOUR_TEXTS']
         words = [name, *naming_flags(config), *texts]
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
-    meta, asked = read_meta(folder), config['dataset']
+    meta = read_meta(folder)
     source = str(meta.get('settings', {}).get('source', asked))
     if is_of_hub(asked) and is_of_hub(source) and source.lower() != asked.lower():
         raise SettingError(f'{folder} is made from {source}, not {asked}: name that, or another --data_dir')
