@@ -107,37 +107,33 @@ def save(directory, state, keep, best=False, before=0):
     files are untouched."""
     if not rank_0s(exists(step_path(directory, state['step']))):
         state = gathered(state)
-    problems = []
-
-    def write():
-        try:
-            _write(directory, state, keep, best, before)
-        except OSError as error:        # the others would wait for this rank
-            problems.append(error)
-    on_rank_0(write)
-    for problem in problems:
+    if problem := on_rank_0(functools.partial(_write, directory, state, keep, best=best, before=before)):
         raise problem
 
 
 def _write(directory, state, keep, best, before):
-    """Write and remove what `save` does."""
+    """Write and remove what `save` does. Return the OSError that ends this, which the other ranks must not
+    wait for."""
     path = step_path(directory, state['step'])
-    if not exists(path):
-        fill = functools.partial(torch.save, state)
+    fill = functools.partial(torch.save, state)
+    try:
         try:
-            files.write(path, fill)
+            if not exists(path):
+                files.write(path, fill)
         except DataError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)     # None: torch kept the reason
             if not is_full or keep < 2 or not _remove_oldest(directory, keep - 1, before):
                 raise
             files.write(path, fill)
-    _link(path, join(directory, 'latest.pt'))
-    if best:
-        _link(path, join(directory, 'best_model.pt'))
-        known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
-        files.write_json(join(directory, 'best_model.json'), known)
-    if keep:
-        _remove_oldest(directory, keep, before)
+        _link(path, join(directory, 'latest.pt'))
+        if best:
+            _link(path, join(directory, 'best_model.pt'))
+            known = {key: state.get(key) for key in ('step', 'best_val_loss', 'measured_on')}
+            files.write_json(join(directory, 'best_model.json'), known)
+        if keep:
+            _remove_oldest(directory, keep, before)
+    except OSError as error:
+        return error
 
 
 def _remove_oldest(directory, keep, before):

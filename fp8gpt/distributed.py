@@ -89,9 +89,9 @@ def is_first_of_node():
 
 
 def on_rank_0(work, *arguments):
-    """Call work(*arguments) on rank 0, while the others wait for it up to PATIENCE. If it raises, rank 0
-    prints the error and the others end in silence."""
-    _while_others_wait(is_rank_0(), work, arguments)
+    """Return work(*arguments) on rank 0, None on the others, which wait for it up to PATIENCE. If it raises,
+    rank 0 prints the error and the others end in silence."""
+    return _while_others_wait(is_rank_0(), work, arguments)
 
 
 def once_a_node(work, *arguments):
@@ -135,6 +135,7 @@ def _while_others_wait(works, work, arguments):
 
 @functools.cache
 def _patient_group():
+    """Return a group of all ranks that waits up to PATIENCE: one, since each would keep its connections."""
     return dist.new_group(backend='gloo', timeout=PATIENCE)
 
 
