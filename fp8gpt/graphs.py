@@ -87,6 +87,8 @@ class Replay:
             for p, gradient in zip(self.model.parameters(), before):
                 p.grad = gradient
             self.on, self.graphs, self.gradients = False, {}, []
+            # FP8's cached casts of weights are of this version, but nothing has computed them
+            torch.autograd.graph.increment_version(self.model.parameters())
             torch.cuda.empty_cache()
             self.say(f'WARNING: no CUDA graphs, which is slower where the GPU waits for the host: '
                      f'{first_line(error)}; --no_cuda_graphs is silent')

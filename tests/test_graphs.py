@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fp8gpt import distributed, graphs
+from fp8gpt import distributed, fp8, graphs
 from helpers import same_bits
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Linear
 
 CONFIG = GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32)
 STEPS, MICRO_STEPS = 8, 3
@@ -137,3 +137,25 @@ def test_a_capture_that_fails_costs_no_step_and_is_said_once(fails, monkeypatch)
         assert same_bits(ours, theirs)
     [line] = found[2]
     assert 'no CUDA graphs' in line and 'not permitted when stream is capturing' in line and '\n' not in line
+
+
+def test_casts_of_a_capture_that_fails_are_not_read(monkeypatch):
+    """They lie where the capture would have computed them, and nothing has."""
+    choice = fp8.choose(fp8.Options(backend='emulate'), fp8.Place('cpu', tokens=32))
+    model = GPT(CONFIG, fp8.linear_factory(choice, Linear))
+    x, y = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    state = fp8.State(model, choice)
+    expected = model(x, y, n_targets=32.0).detach()
+
+    def refused(function, pool):
+        function()
+        for linear in fp8.fp8_linears(model).values():
+            linear.w8_scale_inv.fill_(torch.nan)
+        raise RuntimeError('operation not permitted when stream is capturing')
+    monkeypatch.setattr(graphs, 'capture', refused)
+    monkeypatch.setattr(torch.cuda, 'graph_pool_handle', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100, 141))
+    replay = graphs.Replay(lambda x, y, examples, n: model(x, y, n_targets=n), model, True, print)
+    replay.steps = graphs.EAGER_STEPS
+    state.weight_cache.new_step(fp8.FEWEST)
+    assert torch.equal(replay(0, x, y, None, 32.0), expected)
