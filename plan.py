@@ -246,6 +246,8 @@ class Plan:
         """{component: bytes} of one GPU at its peak, where backward starts."""
         config, dtype, logits = self.config, self.run.param_dtype, self.logits_bytes()
         of_adapters = 1 if self.frozen else self.shards     # they are whole on each GPU
+        # DDP's buckets, beside the gradients that are added up until its last backward fills them
+        in_buckets = of_adapters == 1 < self.gpus and self.length.micro_steps > 1
         in_fp8_alone = self.frozen * (dtype.itemsize - 1) * self.fp8_weights
         block = kept_bytes(config, self.sequences, self.choice, adapters=self.adapters, param_dtype=dtype,
                            compiled=self.run.compiled, keeps=self.keeps)
@@ -253,7 +255,7 @@ class Plan:
         inputs = self.tokens * (2 * config.n_embd * self.recomputed + 4 * config.n_embd + 16)
         return {
             'weights': (self.weights - in_fp8_alone) // self.shards,
-            'gradients': self.gradients // of_adapters,
+            'gradients': (1 + in_buckets) * self.gradients // of_adapters,
             f'{self.optimizer} moments': self.moments // of_adapters,
             'gathered from other GPUs': self.gathered_bytes() * (self.shards > 1),
             'FP8 weights, cast once a step': 2 * self.fp8_weights * self.keeps,

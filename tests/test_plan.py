@@ -263,6 +263,25 @@ def test_shards_of_memory():
     assert not whole.fp8.fits() and whole.bf16.memory['gathered from other GPUs'] == 0
 
 
+def test_ddp_keeps_buckets_beside_gradients_that_are_added_up():
+    """As it does on a CPU: of several micro-steps, only the last one's gradients lie in its buckets."""
+    words, P = '--init_from=gpt2 --compile=off --gradient_accumulation_steps=', 124_475_904
+    found = {case: planned(f'{words}{case[0]}', gpus=case[1]).bf16.memory['gradients']
+             for case in ((1, 8), (4, 1), (4, 8))}
+    assert found == {(1, 8): 4 * P, (4, 1): 4 * P, (4, 8): 8 * P}
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        linear, places = torch.nn.Linear(4, 4, bias=False), []
+        ddp = torch.nn.parallel.DistributedDataParallel(linear, gradient_as_bucket_view=True)
+        for last in False, False, True:
+            ddp.require_backward_grad_sync = last
+            ddp(torch.ones(4, 4)).sum().backward()
+            places.append(linear.weight.grad.data_ptr())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert places[0] == places[1] != places[2]
+
+
 @pytest.mark.slow
 def test_memory_of_fine_tuning_is_what_its_configs_claim():
     """The models are known by name, so nothing is fetched."""
