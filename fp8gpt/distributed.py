@@ -1,7 +1,7 @@
 """Ranks of a run: DDP, FSDP2, reductions, agreeing to stop. A single process pays nothing for them.
 
 If a rank dies, torchrun ends the other ranks of its node. If a rank hangs, the process group's time limit
-ends the run: 10 minutes for NCCL, 30 for gloo.
+ends the run: 30 minutes, torch's own for a group that is not NCCL's alone.
 """
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from configurator import MachineError, SettingError, first_line, say
 
-PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; NCCL's own is 10 minutes
+PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; others have 30 minutes
 
 
 @dataclasses.dataclass
