@@ -224,7 +224,11 @@ class Loader:
     def _make(self, first):
         """Return [tokens, and their masks where there are any] from sequence number `first` on, as stored."""
         batch = self.data.batch(self._windows(first, first + self.batch_size))
-        return [tensor.pin_memory() for tensor in batch] if 'cuda' in str(self.device) else batch
+        if 'cuda' not in str(self.device):
+            return batch
+        import torch
+        with torch.cuda.device(self.device):    # a thread's own is GPU 0, where CUDA would make a context
+            return [tensor.pin_memory() for tensor in batch]
 
     def _windows(self, first, last):
         """Return the indices (last - first,) of the windows of sequences number first ... last - 1."""

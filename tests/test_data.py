@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import resource
+import threading
 from unittest import mock
 
 import numpy as np
@@ -313,6 +314,22 @@ def test_the_order_is_the_same_for_any_number_of_ranks_and_resumes_anywhere(trai
         for workers in (0, 3):
             assert consumed(train, world_size, batch_size, micro_steps, workers=workers) == expected
     assert consumed(train, 2, 3, 10, position=42) == reference[42:102]
+
+
+def test_threads_pin_memory_for_the_ranks_own_gpu(train, monkeypatch):
+    current, found = threading.local(), []      # as CUDA's, each thread's
+
+    @contextlib.contextmanager
+    def device(gpu):
+        current.gpu = gpu
+        yield
+        del current.gpu
+    monkeypatch.setattr(torch.cuda, 'device', device)
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda x: found.append(getattr(current, 'gpu', 'GPU 0')))
+    for workers in (0, 2):
+        for batch in Loader(train, 3, 5, device='cuda:3', num_workers=workers).queue:
+            batch()
+    assert set(found) == {'cuda:3'}
 
 
 def test_peek_is_the_next_batch_and_consumes_nothing(train):
