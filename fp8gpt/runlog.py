@@ -167,6 +167,8 @@ class RunLog:
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
+        if run.device.type == 'cuda':   # a peak of the self-check, or of a batch that did not fit, is no run's
+            torch.cuda.reset_peak_memory_stats(run.device)
         folder, step, records = config['checkpoint_dir'], run.resumed['step'] if run.resumed else 0, []
         path, goes_on = join(folder, 'log.jsonl'), files.is_in(folder, run.resume_path)
         if goes_on:

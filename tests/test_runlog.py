@@ -23,15 +23,24 @@ CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False, 'p
           'num_workers': 1}
 
 
-def opened(folder, resumed_step=0):
+def opened(folder, resumed_step=0, device=RANKS.device):
     """Return a RunLog whose files are open."""
     folder.mkdir(exist_ok=True)
     config, resumed = {**CONFIG, 'checkpoint_dir': str(folder)}, resumed_step and {'step': resumed_step}
-    run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, data={},
+    run = types.SimpleNamespace(config=config, device=device, resumed=resumed, data={},
                                 revisions={}, resume_path=resumed and f'{folder}/latest.pt')
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log
+
+
+def test_a_peak_of_memory_from_before_the_loop_is_forgotten(tmp_path, monkeypatch):
+    reset = mock.Mock()
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', reset)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H200')
+    for device in RANKS.device, torch.device('cuda:0'):
+        opened(tmp_path, device=device).close()
+    reset.assert_called_once_with(device)
 
 
 def figures(path):
