@@ -167,8 +167,6 @@ class RunLog:
         self.last_step = last_step
         if config['eval_only'] or not self.main:
             return
-        if run.device.type == 'cuda':   # a peak of the self-check, or of a batch that did not fit, is no run's
-            torch.cuda.reset_peak_memory_stats(run.device)
         folder, step, records = config['checkpoint_dir'], run.resumed['step'] if run.resumed else 0, []
         path, goes_on = join(folder, 'log.jsonl'), files.is_in(folder, run.resume_path)
         if goes_on:
@@ -374,11 +372,14 @@ class RunLog:
 
 class Clock:
     """Take the time of the steps since the last read; the loop counts them up. What is done in paused(), such
-    as an evaluation, does not count."""
+    as an evaluation, does not count. The peak of memory begins anew: that of FP8's self-check, or of a batch
+    that did not fit, is not the loop's."""
 
     def __init__(self, loader):
         self.loader = loader
         self.restart()
+        if 'cuda' in str(loader.device):
+            torch.cuda.reset_peak_memory_stats(loader.device)
 
     def restart(self):
         self.since, self.waited, self.steps = time.perf_counter(), self.loader.waited, 0
