@@ -263,6 +263,7 @@ def sharded_as(p, own):
 # ------------------------------------------------------------------------------------------------------ Muon
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315     # Jordan et al. 2024: five iterations end within 0.7 ... 1.2
+STACK = 2**27   # values of the matrices that Muon takes at once: a quarter of a GB in bf16, and copies of it
 
 
 def matrices_of_blocks(model):
@@ -322,7 +323,8 @@ class Muon(torch.optim.AdamW):
         self.param_groups = [others]
         super().step(closure)
         self.param_groups = groups
-        alike = collections.defaultdict(list)  # shape -> [(part, its update)], tall ones transposed
+        # shape -> [(a linear's weight, its gradient, its momentum)], tall ones transposed
+        alike = collections.defaultdict(list)
         for p, rows in self.matrices:
             state = self.state[p]
             if not state:
@@ -330,18 +332,20 @@ class Muon(torch.optim.AdamW):
             state['step'] += 1
             momentum = 0.85 + 0.1 * min(1.0, state['step'].item() / 300)
             state['momentum'].lerp_(p.grad, 1 - momentum)
-            update = p.grad.lerp(state['momentum'], momentum)       # Nesterov's
-            for pair in zip(p.split(rows), update.split(rows)):
-                if len(pair[0]) > pair[0].shape[1]:
-                    pair = [each.mT for each in pair]
-                alike[pair[0].shape].append(pair)
-        for shape, pairs in alike.items():
-            parts, updates = zip(*pairs)
-            dtype = torch.bfloat16 if parts[0].is_cuda else torch.float32
+            for parts in zip(*(each.split(rows) for each in (p, p.grad, state['momentum']))):
+                if len(parts[0]) > parts[0].shape[1]:
+                    parts = [each.mT for each in parts]
+                alike[parts[0].shape].append(parts)
+        for shape, linears in alike.items():
+            dtype = torch.bfloat16 if linears[0][0].is_cuda else torch.float32
             rate = matrices['lr'] * 0.2 * math.sqrt(shape[1])
-            for p, update in zip(parts, orthogonalise(torch.stack(updates).to(dtype))):
-                p.mul_(1 - matrices['lr'] * matrices['weight_decay'])
-                p.sub_(update, alpha=rate)
+            most = max(1, STACK // shape.numel())
+            for start in range(0, len(linears), most):
+                weights, *pairs = zip(*linears[start:start + most])
+                updates = [grad.lerp(mean, momentum).to(dtype) for grad, mean in zip(*pairs)]   # Nesterov's
+                for p, update in zip(weights, orthogonalise(torch.stack(updates))):
+                    p.mul_(1 - matrices['lr'] * matrices['weight_decay'])
+                    p.sub_(update, alpha=rate)
 
 
 def set_rate(optimizer, lr):

@@ -9,10 +9,10 @@ import torch
 
 from configurator import MachineError, SettingError
 from fp8gpt.checkpoint import load_moments
-from fp8gpt import lora
+from fp8gpt import lora, optim
 from fp8gpt.optim import (
     Schedule, make_optimizer, moment_bytes, muon_flops, named_state, set_rate, step_if_finite)
-from helpers import random, same_tensors
+from helpers import peak_bytes, random, same_tensors
 from model import GPT, GPTConfig
 
 
@@ -339,6 +339,15 @@ def test_queries_keys_and_values_are_orthogonalised_apart():
                 s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
             wanted = 0.01 * 0.2 * math.sqrt(max(part.shape)) * (u * s) @ vt
             assert (change - wanted).norm() < 1e-4 * wanted.norm()  # before - after cancels 2 digits
+
+
+def test_the_memory_of_muons_step_is_that_of_a_stack(monkeypatch):
+    """Copies of all matrices would be as large as the gradients, beside which they are."""
+    model, optimizer = muon(n_layer=16)
+    stepped(optimizer, model.weights(), 0)
+    largest = max(p.numel() for p, _ in optimizer.matrices)
+    monkeypatch.setattr(optim, 'STACK', largest)
+    assert peak_bytes(optimizer.step) < 8 * 4 * largest < sum(p.nbytes for p, _ in optimizer.matrices)
 
 
 def test_flops_by_hand():
