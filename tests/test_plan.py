@@ -270,15 +270,14 @@ def test_ddp_keeps_buckets_beside_gradients_that_are_added_up():
              for case in ((1, 8), (4, 1), (4, 8))}
     assert found == {(1, 8): 4 * P, (4, 1): 4 * P, (4, 8): 8 * P}
     torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        linear, places = torch.nn.Linear(4, 4, bias=False), []
-        ddp = torch.nn.parallel.DistributedDataParallel(linear, gradient_as_bucket_view=True)
-        for last in False, False, True:
-            ddp.require_backward_grad_sync = last
-            ddp(torch.ones(4, 4)).sum().backward()
-            places.append(linear.weight.grad.data_ptr())
-    finally:
-        torch.distributed.destroy_process_group()
+    linear, places = torch.nn.Linear(4, 4, bias=False), []
+    ddp = torch.nn.parallel.DistributedDataParallel(linear, gradient_as_bucket_view=True)
+    for last in False, False, True:
+        ddp.require_backward_grad_sync = last
+        ddp(torch.ones(4, 4)).sum().backward()
+        places.append(linear.weight.grad.data_ptr())
+    del ddp     # it would drop the group last, with the GIL, for which gloo's threads may wait
+    torch.distributed.destroy_process_group()
     assert places[0] == places[1] != places[2]
 
 
