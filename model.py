@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from configurator import SettingError
@@ -301,11 +301,41 @@ def examples_mask(examples, compiled):
     """Return the mask by which a token looks at the tokens before it in its own example (B, T):
     FlexAttention's blocks (Dong et al. 2024) where torch.compile makes a GPU kernel of them, else bool (B, 1,
     T, T)."""
+    if compiled and examples.is_cuda:
+        return block_mask(examples)
+    B, T = examples.shape
+    return create_mask(within(examples), B, None, T, T, device=examples.device)
+
+
+def within(examples):
+    """Return FlexAttention's function that says whether token q of row b looks at token k."""
     def looks_at(b, head, q, k):
         return (q >= k) & (examples[b, q] == examples[b, k])
+    return looks_at
+
+
+SIDE = 128      # tokens of a block of FlexAttention's masks
+
+
+def block_mask(examples):
+    """Return what create_block_mask makes of within(examples), without its (B, T, T) values. Examples (B, T)
+    are numbered in order, so first and last tokens tell which blocks see any, or all, of each other."""
     B, T = examples.shape
-    make = create_block_mask if compiled and examples.is_cuda else create_mask
-    return make(looks_at, B, None, T, T, device=examples.device)
+    numbers = F.pad(examples, (0, -T % SIDE), value=T)      # an example behind all others
+    first = numbers[:, None, ::SIDE]
+    last = numbers[:, None, SIDE - 1::SIDE]
+    some = (first[..., None] <= last[..., None, :]).tril()      # (B, 1, blocks of queries, blocks of keys)
+    whole = (last[..., None] == first[..., None, :]).tril(-1)
+    counts_and_places = []
+    for blocks in (some & ~whole).int(), whole.int():
+        places = blocks.argsort(dim=-1, descending=True, stable=True)
+        counts_and_places += blocks.sum(-1, dtype=torch.int32), places.int()
+    return BlockMask.from_kv_blocks(
+        *counts_and_places,
+        BLOCK_SIZE=SIDE,
+        mask_mod=within(examples),
+        seq_lengths=(T, T),
+    )
 
 
 def rope_tables(config, tokens):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 
 import model as model_file
 from model import GPT, PRESETS, GPTConfig, Linear, generate, pick, rope_tables
@@ -324,20 +325,34 @@ def test_a_packed_window_is_its_examples_each_alone(config, options, batch):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-3, rtol=1e-4, msg=lambda told: f'{name}: {told}')
 
 
+@pytest.mark.parametrize('tokens', [37, 128, 1000, 1024])
+def test_blocks_of_examples_are_those_of_torch(tokens):
+    for share in 0.002, 0.02, 0.5:
+        starts = torch.rand(3, tokens, generator=torch.Generator().manual_seed(tokens)) < share
+        examples = starts.long().cumsum(1)
+        ours = model_file.block_mask(examples)
+        theirs = create_block_mask(model_file.within(examples), 3, None, tokens, tokens, device='cpu')
+        pairs = [pair for pair in zip(ours.as_tuple(), theirs.as_tuple()) if not callable(pair[0])]
+        assert sum(isinstance(each, torch.Tensor) for each, _ in pairs) == 8
+        assert all(same_tensors(*pair) for pair in pairs)
+
+
 @pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
 def test_flex_attention_takes_the_same_mask(batch, monkeypatch):
     x, _, examples = packed(batch)
     model = noisy(LLAMA)
     with torch.no_grad():
         dense = model(x, examples=examples)
-        monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
+        monkeypatch.setattr(
+            model_file, 'examples_mask', lambda examples, compiled: model_file.block_mask(examples))
         torch.testing.assert_close(model(x, examples=examples), dense, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_other_examples_are_no_other_graph(batch, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(model_file, 'create_mask', model_file.create_block_mask)
+    monkeypatch.setattr(
+        model_file, 'examples_mask', lambda examples, compiled: model_file.block_mask(examples))
     graphs = CompileCounterWithBackend('eager')
     x, _, examples = packed(batch)
     model = noisy(SMALL)
