@@ -81,12 +81,8 @@ def open_jsonl(path):
     """Return (write(step, {name: value}), close()) of a log.jsonl. Text stands for NaN and infinity. Each
     record opens the file: an editor or a sync puts another one in its place, which a run may outlive."""
     def write(step, named):
-        record = {'step': step, **named}
-        for name, value in named.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = str(value)
         with open(path, 'a') as file:
-            file.write(json.dumps(record) + '\n')
+            file.write(files.json_text({'step': step, **named}) + '\n')
     return write, lambda: None
 
 
