@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from fp8gpt import files, shards
 from configurator import (
-    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say)
-from fp8gpt.distributed import is_rank_0, say_in_run, until_asked
+    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say, say_in_run)
+from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.gpus import device_name, gpu_of
 
 # ------------------------------------------------------------------------------------------------ the console
