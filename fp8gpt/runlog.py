@@ -212,8 +212,10 @@ class RunLog:
             self.profiler.step()
 
     def say(self, *lines):
-        """Print lines on rank 0."""
-        say_in_run(*lines if self.main else ())
+        """Print lines on rank 0. Those of eval_only and dry_run are all that there is of it, so an error in
+        printing them ends it."""
+        prints = say if self.config['eval_only'] or self.config['dry_run'] else say_in_run
+        prints(*lines if self.main else ())
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""

@@ -1,5 +1,7 @@
 """What a run shows and logs; where reading or writing fails, the log goes on, or says in one line why not."""
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import sys
 import types
 from unittest import mock
 
+import pytest
 import torch
 
 from fp8gpt import files, gpus, runlog
@@ -37,6 +40,17 @@ def opened(folder, resumed_step=0):
 def figures(path):
     records = map(json.loads, path.read_text().splitlines())
     return [record['step'] for record in records if 'config' not in record]
+
+
+def test_what_cannot_be_printed_ends_what_is_only_printed(tmp_path, monkeypatch):
+    log = opened(tmp_path)
+    for name in 'profile', 'eval_only', 'dry_run':
+        log.config = CONFIG | {name: True}
+        ends = contextlib.nullcontext() if name == 'profile' else pytest.raises(OSError)
+        with monkeypatch.context() as patch, ends:
+            full = io.TextIOWrapper(open('/dev/full', 'wb', 0), write_through=True)
+            patch.setattr(sys, 'stdout', full)
+            log.say('val loss 3.0000')
 
 
 DAMAGED = ['{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7}\n', '{"step": "3"}\n',
