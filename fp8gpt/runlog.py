@@ -115,7 +115,7 @@ def open_wandb(config, precision, step):
     import wandb
     path = join(config['checkpoint_dir'], 'wandb.json')
     options = {
-        'project': config['wandb_project'],
+        'project': config['wandb_project'] or os.environ.get('WANDB_PROJECT') or 'llm-fp8',
         'name': config['run_name'],
         'tags': [precision],
         'id': files.read_json(path).get('id') if step else None,

@@ -177,6 +177,11 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
     board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
     assert [(event.step, event.value) for event in board.Scalars('val/loss')] == [(3, 2.5)]
     assert board.Tags()['scalars'] == ['val/loss']
+    for typed, exported, project in ('', '', 'llm-fp8'), ('', 'ours', 'ours'), ('p', 'ours', 'p'):
+        monkeypatch.setenv('WANDB_PROJECT', exported)
+        wandb.init = mock.Mock(wraps=wandb.init)
+        runlog.open_wandb({**config, 'wandb_project': typed}, 'bf16', 0)
+        assert wandb.init.call_args.kwargs['project'] == project
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
     assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
