@@ -332,8 +332,8 @@ def report_rows(benches, path, about):
     def report(row):
         heading = not rows or row.keys() != rows[-1].keys()
         rows.append(row)
-        print(runlog.markdown([row], heading), flush=True)
         files.write_json(path, about | {'rows': rows})
+        print(runlog.markdown([row], heading), flush=True)
 
     for columns, bench in benches:
         try:

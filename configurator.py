@@ -232,6 +232,14 @@ def say(*lines):
         print('\n '.join(printable(row, breaks='') for row in str(line).split('\n ')), flush=True)
 
 
+def say_in_run(*lines):
+    """Print lines. A stdout that is closed or full does not end the run."""
+    try:
+        say(*lines)
+    except OSError:
+        sys.stdout = open(os.devnull, 'w', errors='replace')
+
+
 def say_once(*lines):
     """Print lines as say does, on rank 0 of a run alone."""
     if os.environ.get('RANK', '0') == '0':

@@ -24,7 +24,7 @@ def plot_arguments(words):
     parser = Parser(__doc__)
     commands = {name: parser.add_command(name, what) for name, what in COMMANDS.items()}
     for name, command in commands.items():
-        command.add_argument('--out', default=f'runs/{name}.png', help='the PNG to write')
+        command.add_argument('--out', default=f'runs/{name}.png', help='.png, .pdf or .svg to write')
     loss = commands['loss']
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
@@ -35,6 +35,8 @@ def plot_arguments(words):
         asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
     elif rest:
         parser.error(f'what is {rest[0]!r}?')
+    if not asked.out.endswith(('.png', '.pdf', '.svg')):
+        parser.error(f'--out={asked.out} ends in none of .png, .pdf, .svg')
     return asked
 
 
@@ -58,10 +60,10 @@ from fp8gpt.shards import dataset_dir
 
 
 def finish_figure(figure, out):
-    """Add a grid to all axes and write the figure, a PNG."""
+    """Add a grid to all axes and write the figure, in the format that the name's end says."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    files.write(out, lambda file: figure.savefig(file, dpi=110))
+    files.write(out, lambda file: figure.savefig(file, dpi=110, format=out[-3:]))
     plt.close(figure)
     say(out)
 

@@ -23,7 +23,7 @@ import sys
 from fp8gpt import files
 from configurator import (
     ALIASES, HERE, TRANSLATED, MissingError, Parser, SettingError, UserError, at_least, configure,
-    one_line_errors, read_script, read_yaml, say, with_equals, with_home, with_other_names)
+    one_line_errors, read_script, read_yaml, say, say_in_run, with_equals, with_home, with_other_names)
 
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 KEYS = {'program', 'method', 'parameters', 'command', 'name', 'description', 'project', 'entity', 'metric'}
@@ -200,13 +200,13 @@ def report_sweep(found):
     rows.sort(key=lambda pair: min(math.inf, pair[0].get('bits per byte') or pair[0]['val loss'] or math.inf))
     finished = [folder for row, folder in rows if row['val loss']]
     rows = [row for row, _ in rows]
-    print(runlog.markdown(rows))
+    say_in_run(*runlog.markdown(rows).splitlines())
     results, text = f'{os.path.dirname(found[0].folder)}/results', io.StringIO()
     writer = csv.DictWriter(text, max(rows, key=len))
     writer.writeheader()
     writer.writerows(rows)
     files.write_text(f'{results}.csv', text.getvalue())
-    say(f'{results}.csv')
+    say_in_run(f'{results}.csv')
     if finished:
         plot.plot_loss(finished, f'{results}.png', None)
 
@@ -228,7 +228,7 @@ def main(words):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for point in chosen:
         if not point.result:
-            say(f'run       {point.folder}')
+            say_in_run(f'run       {point.folder}')
             files.write_json(f'{point.folder}/point.json', point.settings)
             if train(point.command):
                 failed.append(point.folder)

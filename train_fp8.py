@@ -65,7 +65,7 @@ hellaswag_freq = 0               # >= 0: steps between HellaSwag tests, if prepa
 log_freq = 10                    # >= 1: steps between log lines
 use_tensorboard = False          # writes curves to runs/<run_name>-<precision>/<checkpoint_dir>
 use_wandb = False                # writes the same curves to Weights & Biases
-wandb_project = 'llm-fp8'        # name of the project in Weights & Biases
+wandb_project = ''               # name of the project there; '' = the variable WANDB_PROJECT, else llm-fp8
 run_name = ''                    # name of the run there; '' = the config file's name, else gpt
 # checkpoints
 checkpoint_dir = 'checkpoints'   # also holds log.jsonl; touch STOP in it to stop the run

@@ -15,7 +15,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from configurator import MachineError, SettingError, first_line, say
+from configurator import MachineError, SettingError, first_line, say_in_run
 
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; others have 30 minutes
 
@@ -282,14 +282,6 @@ def finish_all(works, must, sharded=False):
                 say_in_run(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
                            f'{first_line(error)}')
     return True
-
-
-def say_in_run(*lines):
-    """Print lines. A stdout that is closed or full does not end the run."""
-    try:
-        say(*lines)
-    except OSError:
-        sys.stdout = open(os.devnull, 'w', errors='replace')
 
 
 # ------------------------------------------------------------------------------------------------ DDP, FSDP2

@@ -82,9 +82,14 @@ def write_text(path, text):
     write(path, lambda file: file.write(text.encode()))
 
 
+def json_text(value, indent=None):
+    """Return a value as JSON, in which text stands for NaN and infinity."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=indent)
+
+
 def write_json(path, value):
     """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(value, indent=1))
+    write_text(path, json_text(value, indent=1))
 
 
 def open_bytes(path):

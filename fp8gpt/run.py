@@ -277,8 +277,14 @@ def check_same_data(config, path):
 
 
 def check_adapters(config):
-    """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given."""
-    typed = config.typed.keys()
+    """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given, and where
+    overwrite would remove the model that adapters need."""
+    typed, folder = config.typed.keys(), config['checkpoint_dir']
+    base = files.checkpoint_of(config['init_from'])
+    removes = config['lora_rank'] and config['overwrite'] and os.path.isdir(folder)
+    if removes and os.path.isfile(base) and files.is_in(folder, base):
+        raise SettingError(f'overwrite would remove {base}, which adapters need: {elsewhere(config)} trains '
+                           'elsewhere')
     if not config['lora_rank'] and 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
         raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
 

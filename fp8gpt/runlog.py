@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from fp8gpt import files, shards
 from configurator import (
-    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say)
-from fp8gpt.distributed import is_rank_0, say_in_run, until_asked
+    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say, say_in_run)
+from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.gpus import device_name, gpu_of
 
 # ------------------------------------------------------------------------------------------------ the console
@@ -81,12 +81,8 @@ def open_jsonl(path):
     """Return (write(step, {name: value}), close()) of a log.jsonl. Text stands for NaN and infinity. Each
     record opens the file: an editor or a sync puts another one in its place, which a run may outlive."""
     def write(step, named):
-        record = {'step': step, **named}
-        for name, value in named.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = str(value)
         with open(path, 'a') as file:
-            file.write(json.dumps(record) + '\n')
+            file.write(files.json_text({'step': step, **named}) + '\n')
     return write, lambda: None
 
 
@@ -119,7 +115,7 @@ def open_wandb(config, precision, step):
     import wandb
     path = join(config['checkpoint_dir'], 'wandb.json')
     options = {
-        'project': config['wandb_project'],
+        'project': config['wandb_project'] or os.environ.get('WANDB_PROJECT') or 'llm-fp8',
         'name': config['run_name'],
         'tags': [precision],
         'id': files.read_json(path).get('id') if step else None,
@@ -216,8 +212,10 @@ class RunLog:
             self.profiler.step()
 
     def say(self, *lines):
-        """Print lines on rank 0."""
-        say_in_run(*lines if self.main else ())
+        """Print lines on rank 0. Those of eval_only and dry_run are all that there is of it, so an error in
+        printing them ends it."""
+        prints = say if self.config['eval_only'] or self.config['dry_run'] else say_in_run
+        prints(*lines if self.main else ())
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""

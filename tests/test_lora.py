@@ -284,6 +284,15 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
             assert code == 1 and f'the base of the adapters, {name}, is not there: put it back' in said
 
 
+def test_a_run_does_not_remove_the_base_of_its_adapters(base, tiny, tmp_path):
+    shutil.copytree(base.parent, tmp_path / 'run')
+    for name in 'latest.pt', 'step_000005.pt', '':
+        words = f'--init_from={tmp_path}/run/{name}', '--lora_rank=4', '--lora_targets=all', '--overwrite'
+        code, said = refused('train.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run/.')
+        assert code == 2 and f'overwrite would remove {tmp_path}/run/' in said, said
+        assert f'--checkpoint_dir={tmp_path}/run_2 trains elsewhere' in said
+
+
 def test_a_base_is_found_from_any_folder(tmp_path, monkeypatch):
     """A file and a folder by their absolute paths, a preset and a model of the hub by their names."""
     monkeypatch.chdir(tmp_path)

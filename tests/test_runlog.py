@@ -1,5 +1,7 @@
 """What a run shows and logs; where reading or writing fails, the log goes on, or says in one line why not."""
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import sys
 import types
 from unittest import mock
 
+import pytest
 import torch
 
 from fp8gpt import files, gpus, runlog
@@ -45,6 +48,17 @@ def test_a_peak_of_memory_from_before_the_loop_is_forgotten(monkeypatch):
 def figures(path):
     records = map(json.loads, path.read_text().splitlines())
     return [record['step'] for record in records if 'config' not in record]
+
+
+def test_what_cannot_be_printed_ends_what_is_only_printed(tmp_path, monkeypatch):
+    log = opened(tmp_path)
+    for name in 'profile', 'eval_only', 'dry_run':
+        log.config = CONFIG | {name: True}
+        ends = contextlib.nullcontext() if name == 'profile' else pytest.raises(OSError)
+        with monkeypatch.context() as patch, ends:
+            full = io.TextIOWrapper(open('/dev/full', 'wb', 0), write_through=True)
+            patch.setattr(sys, 'stdout', full)
+            log.say('val loss 3.0000')
 
 
 DAMAGED = ['{"step": 3, "train/lo\n', 'hello\n', '[1, 2]\n', '{"train/loss": 4.7}\n', '{"step": "3"}\n',
@@ -171,6 +185,11 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
     board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
     assert [(event.step, event.value) for event in board.Scalars('val/loss')] == [(3, 2.5)]
     assert board.Tags()['scalars'] == ['val/loss']
+    for typed, exported, project in ('', '', 'llm-fp8'), ('', 'ours', 'ours'), ('p', 'ours', 'p'):
+        monkeypatch.setenv('WANDB_PROJECT', exported)
+        wandb.init = mock.Mock(wraps=wandb.init)
+        runlog.open_wandb({**config, 'wandb_project': typed}, 'bf16', 0)
+        assert wandb.init.call_args.kwargs['project'] == project
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
     assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]

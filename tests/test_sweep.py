@@ -1,5 +1,6 @@
 """Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail. Agents: test_slurm.py."""
 import csv
+import io
 import json
 import math
 import os
@@ -128,7 +129,8 @@ def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
 
 
 def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
-    """n_head=2 is stopped once after its evaluation, 3 does not start, the loss of 4 is NaN."""
+    """n_head=2 is stopped once after its evaluation, 3 does not start, the loss of 4 is NaN. Nothing can be
+    printed, which ends no sweep."""
     taken = []
 
     def train(command):
@@ -157,6 +159,7 @@ def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, 'train', train)
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(open('/dev/full', 'wb', 0), write_through=True))
     message, rows = sweeps()
     assert message == '1 of 4 runs failed: sweeps/s/n_head=3'
     assert [(row['n_head'], row['val loss']) for row in rows] == [

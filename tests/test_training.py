@@ -479,6 +479,7 @@ def test_weights_and_biases_and_tensorboard(here, tiny, tmp_path, monkeypatch):
         begun.append(options)
         return mock.Mock(spec=['log', 'define_metric', 'finish'], id='abc', log=told.append)
     monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError, __spec__=1))
+    monkeypatch.delenv('WANDB_PROJECT', raising=False)
     monkeypatch.chdir(tmp_path)         # where runs/ is made
     words = *tiny, '--use_wandb', '--wandb_run_name=x', f'--checkpoint_dir={tmp_path}', '--use_tensorboard'
     here(*FP8, *words)
