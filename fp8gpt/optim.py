@@ -323,7 +323,7 @@ class Muon(torch.optim.AdamW):
         self.param_groups = [others]
         super().step(closure)
         self.param_groups = groups
-        # shape -> [(a linear's weight, its gradient, its momentum)], tall ones transposed
+        # shape -> [(a linear's weight, its gradient, the gradients' mean)], tall ones transposed
         alike = collections.defaultdict(list)
         for p, rows in self.matrices:
             state = self.state[p]
@@ -337,15 +337,25 @@ class Muon(torch.optim.AdamW):
                     parts = [each.mT for each in parts]
                 alike[parts[0].shape].append(parts)
         for shape, linears in alike.items():
-            dtype = torch.bfloat16 if linears[0][0].is_cuda else torch.float32
-            rate = matrices['lr'] * 0.2 * math.sqrt(shape[1])
             most = max(1, STACK // shape.numel())
             for start in range(0, len(linears), most):
-                weights, *pairs = zip(*linears[start:start + most])
-                updates = [grad.lerp(mean, momentum).to(dtype) for grad, mean in zip(*pairs)]   # Nesterov's
-                for p, update in zip(weights, orthogonalise(torch.stack(updates))):
-                    p.mul_(1 - matrices['lr'] * matrices['weight_decay'])
-                    p.sub_(update, alpha=rate)
+                move_matrices(linears[start:start + most], momentum, matrices)
+
+
+def move_matrices(linears, momentum, settings):
+    """Move by Muon the weights of [(weight, its gradient, the gradients' mean)], all of one shape (n, m), n
+    at most m. settings: the group's lr and weight_decay."""
+    weights, gradients, means = zip(*linears)
+    dtype = torch.bfloat16 if weights[0].is_cuda else torch.float32
+    updates = []
+    for gradient, mean in zip(gradients, means):
+        update = gradient.lerp(mean, momentum)      # Nesterov's
+        updates.append(update.to(dtype))
+    lr = settings['lr']
+    rate = lr * 0.2 * math.sqrt(weights[0].shape[1])
+    for p, update in zip(weights, orthogonalise(torch.stack(updates))):
+        p.mul_(1 - lr * settings['weight_decay'])
+        p.sub_(update, alpha=rate)
 
 
 def set_rate(optimizer, lr):
