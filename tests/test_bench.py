@@ -111,6 +111,23 @@ def test_gemm(tmp_path):
         assert row['FP8 TFLOP/s'] * row['FP8 ms'] == pytest.approx(1e-9 * flops)
 
 
+def test_gemm_replays_a_linear_where_a_run_replays_its_micro_steps(tmp_path, monkeypatch):
+    """Else it would time the host, which launches a pass of one linear longer than an H100 computes it."""
+    captured = []
+
+    def capture(function):
+        captured.append(function.args[0])
+        return function, None
+
+    monkeypatch.setattr(bench.graphs, 'capture', capture)
+    monkeypatch.setattr(bench.Run, 'launched_share', lambda *arguments: 0.0)
+    words = ['--dataset=nowhere', '--steps=1', '--backends=native', f'--results={tmp_path}']
+    bench.main(['gemm', *TINY, *words])
+    plain, in_fp8 = captured[::2], captured[1::2]
+    assert len(plain) == len(in_fp8) == len(result(tmp_path, 'gemm-flags')['rows']) == 4
+    assert all(linear.bf16_reason for linear in plain) and not any(linear.bf16_reason for linear in in_fp8)
+
+
 @pytest.fixture
 def scripts(monkeypatch):
     """Replace the training script by one that leaves a log of 20 steps of 512 tokens, evaluated at every
