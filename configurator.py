@@ -207,7 +207,9 @@ def error_line(error):
     if re.search(r"InvalidCxxCompiler|C\+\+ compile error|find C compiler|Command '\['\S*cc'", text):
         return (f'torch.compile finds no compiler that works ({text}): install gcc, g++ and the headers of '
                 'Python, as python3-dev, or give --compile_model=off'), 1
-    of_torch = type(error).__name__ == 'OutOfMemoryError' or 'DefaultCPUAllocator' in str(error)
+    # CUDA's own allocations, of a context, a library's handle or a kernel, fail by other errors than torch's
+    full = re.search('DefaultCPUAllocator|CUDA.*(out of memory|_ALLOC_FAILED)', str(error))
+    of_torch = full or type(error).__name__ == 'OutOfMemoryError'
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
         return (f'out of memory ({text}): in training, halve --batch_size, which changes no '
                 'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '

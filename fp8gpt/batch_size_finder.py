@@ -10,7 +10,7 @@ import torch
 
 from fp8gpt import distributed, optim
 from fp8gpt.run import micro_steps
-from configurator import MachineError
+from configurator import MachineError, error_line
 
 HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocator's gaps
 
@@ -45,7 +45,9 @@ def find_batch_size(run, model, optimizer, ranks, packed):
             torch.cuda.reset_peak_memory_stats(device)
             step(x, examples, steps)
             fitting = torch.cuda.max_memory_allocated(device) <= allowed_bytes(device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if error_line(error)[1] != 3:   # not of memory
+                raise
             fitting = False
         finally:
             optimizer.zero_grad(set_to_none=True)

@@ -25,6 +25,7 @@ def capture(function, pool=None):
     # by default, a loader's thread that pins memory meanwhile would end the capture
     with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
         result = function()
+    graph.function = function   # keeps the tensors that it reads: the next capture unmaps what is free
     return graph.replay, result
 
 

@@ -3,6 +3,7 @@
     choice, lines = choose_precision(run, world_size)      # run.compiled becomes what runs
 """
 import dataclasses
+import gc
 
 import torch
 
@@ -36,6 +37,7 @@ def choose_precision(run, world_size=1):
             sample, backend = sample_of(run, compiled, world_size), BACKENDS[choice.backend]
             choice, lines = health.self_check(sample, choice, options.orders)
             backend.forget()
+            gc.collect()        # a compiled model is a cycle, and holds a gigabyte until one is looked for
             torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
         if not ran:

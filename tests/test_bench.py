@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import plan
 from configurator import MachineError, SettingError, configure
 from conftest import TINY, run
 from fp8gpt.files import write_text
+from gpu import steps
 
 
 def result(tmp_path, name):
@@ -109,6 +111,37 @@ def test_gemm(tmp_path):
         assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])
         flops = 6 * row['M'] * row['N'] * row['K']
         assert row['FP8 TFLOP/s'] * row['FP8 ms'] == pytest.approx(1e-9 * flops)
+
+
+def test_gemm_replays_a_linear_where_a_run_replays_its_micro_steps(tmp_path, monkeypatch):
+    """Else it would time the host, which launches a pass of one linear longer than an H100 computes it."""
+    captured = []
+
+    def capture(function):
+        captured.append(function.args[0])
+        return function, None
+
+    monkeypatch.setattr(bench.graphs, 'capture', capture)
+    monkeypatch.setattr(bench.Run, 'launched_share', lambda *arguments: 0.0)
+    words = ['--dataset=nowhere', '--steps=1', '--backends=native', f'--results={tmp_path}']
+    bench.main(['gemm', *TINY, *words])
+    plain, in_fp8 = captured[::2], captured[1::2]
+    assert len(plain) == len(in_fp8) == len(result(tmp_path, 'gemm-flags')['rows']) == 4
+    assert all(linear.bf16_reason for linear in plain) and not any(linear.bf16_reason for linear in in_fp8)
+
+
+def test_the_peak_of_steps_counts_those_before_graphs(monkeypatch):
+    """A replay allocates nothing, so that after the first one a new peak would lack the activations."""
+    done = []
+    monkeypatch.setattr(steps, 'DEVICE', torch.device('cuda'))
+    monkeypatch.setattr(steps, 'gpu_of', lambda device: None)
+    monkeypatch.setattr(steps, 'training', lambda *arguments: done.append)
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: done.append('reset'))
+    monkeypatch.setattr(steps.health, 'medians', mock.Mock(side_effect=KeyboardInterrupt))
+    words = ['--init_from=gpt2', '--max_steps=9', '--fp8_backend=off', '--compile_model=on']
+    with pytest.raises(KeyboardInterrupt):
+        steps.measure(words, {'variant': 'bf16'})
+    assert done == ['reset', 3]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -216,11 +217,14 @@ def test_a_trial_is_a_whole_step_and_leaves_no_trace(monkeypatch, options):
     assert seen == [((3, 16), 48.0, True, False)] * 2
     assert not tried(monkeypatch, 4)[0]
 
-    def full(*_):
-        raise torch.OutOfMemoryError('CUDA out of memory')
-    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', full)
-    fits, _, found = tried(monkeypatch, 3, **options)
-    assert (fits, found) == (False, [])
+    for error in (torch.OutOfMemoryError('CUDA out of memory'),
+                  RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')):
+        monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', mock.Mock(side_effect=error))
+        fits, _, found = tried(monkeypatch, 3, **options)
+        assert (fits, found) == (False, [])
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', mock.Mock(side_effect=RuntimeError('another')))
+    with pytest.raises(RuntimeError, match='another'):
+        tried(monkeypatch, 3, **options)
 
 
 def test_a_tenth_of_the_memory_and_what_others_hold_is_left_free(monkeypatch):

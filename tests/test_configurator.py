@@ -446,10 +446,17 @@ def test_a_closed_terminal_is_an_empty_one(monkeypatch):
     assert not sys.stdin.read()
 
 
+FULL = (    # a GPU's memory; torch's own error is another
+    'CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call',
+    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+    'Triton Error [CUDA]: out of memory')
+
+
 def test_errors_of_libraries_are_one_line():
     with pytest.raises(RuntimeError) as refusal:
         torch.empty(10**15)
-    for error in (MemoryError('no room'), torch.OutOfMemoryError('no room'), refusal.value):
+    of_torch = torch.OutOfMemoryError('no room'), refusal.value
+    for error in (MemoryError('no room'), *of_torch, *map(RuntimeError, FULL)):
         line, code = error_line(error)
         assert ('\n' in line, code) == (False, 3)
         assert '): in training, halve --batch_size, ' in line

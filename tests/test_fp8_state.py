@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 
 from fp8gpt import fp8
 from fp8gpt.fp8 import linear_factory
@@ -42,6 +43,23 @@ def test_delayed_scales_by_hand():
         assert linear.scale[0].item() == E4M3 / (2 * expected)
         assert linear.amax.abs().sum() == 0
     state.calibrate(lambda: layer(x + 1).sum().backward())      # of another run: none of these amaxes counts
+    assert linear.scale[0].item() == E4M3 / 2
+
+
+class NoWaiting(TorchFunctionMode):
+    """Refuses what makes the host wait for a GPU."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        assert function.__name__ not in ('new_tensor', 'tensor', 'item', 'tolist', '__bool__', 'cpu')
+        return function(*arguments, **options or {})
+
+
+def test_no_step_waits_for_the_gpu():
+    layer, linear, state = delayed_layer()
+    state.calibrate(lambda: layer(ONES).sum().backward())
+    layer(2 * ONES).sum().backward()
+    with NoWaiting():
+        state.after_step()
     assert linear.scale[0].item() == E4M3 / 2
 
 

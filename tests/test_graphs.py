@@ -1,5 +1,8 @@
 """fp8gpt/graphs.py: a replayed step is a step. On a CPU, by a stand-in for CUDA's capture; on a GPU, see
 tests/gpu."""
+import contextlib
+import functools
+import weakref
 from unittest import mock
 
 import pytest
@@ -57,6 +60,24 @@ def test_a_stream_of_ones_own_is_captured(handle, captured_in, monkeypatch):
     assert graphs.capture(lambda: 3)[1] == 3
     stream = torch.cuda.graph.call_args.args[2]
     assert (stream and stream.cuda_stream) == captured_in
+
+
+def test_what_a_graph_reads_lives_as_long_as_its_replay(monkeypatch):
+    """The next capture frees CUDA's unused memory, and a replay would read what is unmapped."""
+    class Graph:
+        def replay(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, 'current_stream', mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, 'graph', lambda *arguments, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    x = torch.ones(3)
+    read = weakref.ref(x)
+    replay, _ = graphs.capture(functools.partial(torch.sum, x))
+    del x
+    assert read() is not None
+    del replay
+    assert read() is None
 
 
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),

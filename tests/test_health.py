@@ -1,8 +1,10 @@
 """The health of casts against counting by hand; the self-check before step 0, and what timings decide."""
 import dataclasses
+import gc
 import itertools
 import math
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -354,6 +356,27 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     message = '^fp8_backend=te fp8_recipe=tensorwise: no te. a.pt was trained in FP8: --no_fp8'
     with pytest.raises(DeviceError, match=message):
         selfcheck.choose_precision(run)
+
+
+def test_the_self_checks_models_are_gone_when_the_runs_own_is_built(monkeypatch):
+    words = ['--device=cpu', '--dtype=bf16']
+    run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    made = []
+
+    def self_check(sample, choice, orders):
+        model = torch.nn.Linear(16, 16)
+        model.own = [model]     # a cycle, as torch.compile makes one
+        made.append(weakref.ref(model))
+        return choice, []
+    monkeypatch.setattr(health, 'self_check', self_check)
+    monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: None)
+    monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    run.device = torch.device('cuda')
+    run.compiled = True
+    gc.disable()
+    selfcheck.choose_precision(run)
+    gc.enable()
+    assert [model() for model in made] == [None]
 
 
 TWO_RANKS = """

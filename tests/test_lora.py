@@ -221,6 +221,14 @@ def test_a_frozen_weight_is_cast_once(monkeypatch):
     assert alone == pytest.approx(parts, rel=1e-3)
 
 
+def test_a_frozen_weight_breaks_no_graph_of_an_evaluation():
+    model, _ = adapted(choice_of('tensorwise'))
+    idx, _ = tokens()
+    with fp8.paused(), torch.no_grad():
+        expected = model(idx)
+        assert torch.equal(compiled(model, backend='eager', fullgraph=True)(idx), expected)
+
+
 @pytest.mark.slow
 def test_compiled_adapters_train_alike():
     choice = choice_of('delayed')

@@ -428,6 +428,12 @@ def cast_linear(module, x):
     return F.linear(x, module.weight.to(x.dtype), bias)
 
 
+class Held(NamedTuple):
+    """Holds what `plain` asks of a module, as torch.compile takes it without breaking the graph."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class Fp8Linear(nn.Linear):
     """Computes as an nn.Linear, with its parameters and names, but multiplies matrices in FP8. Its features
     are multiples of the recipe's `multiple`; see falls_back."""
@@ -479,7 +485,7 @@ class Fp8Linear(nn.Linear):
                 weight = self.weight    # once: a parametrization computes it
                 if weight is None:      # WeightCache has moved it to the host's memory
                     weight = self.host_weight.to(x.device, non_blocking=True)
-                held = types.SimpleNamespace(weight=weight, bias=self.bias)
+                held = Held(weight, self.bias)
             return self.plain(held, x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
         # what is_exporting returns; torch 2.11's Dynamo takes that for True under torch.compile, too

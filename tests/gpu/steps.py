@@ -141,9 +141,9 @@ def measure(words, row):
     row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
     print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
     train = training(run, choice, count)
-    train(3)
-    if DEVICE.type == 'cuda':
+    if DEVICE.type == 'cuda':   # before the launched steps: what a graph replays is not counted
         torch.cuda.reset_peak_memory_stats()    # building, in fp32, may have taken more than a step
+    train(3)
     taken = health.medians({'': train}, rounds=3, warmup=0)[''] / STEPS
     start = time.perf_counter()
     train()         # returns when all is launched, which may be long before all has run
