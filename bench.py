@@ -171,6 +171,15 @@ def forward_backward(linear, x, dy):
     x.grad = linear.weight.grad = None
 
 
+def timed_passes(runs, rounds, replays):
+    """Return the median seconds of {precision: function}. replays: as CUDA graphs, since a pass of one linear
+    takes its host longer than the GPU."""
+    if replays:
+        health.medians(runs, WARMUP, 0)     # compiles
+        runs = {precision: graphs.capture(each)[0] for precision, each in runs.items()}
+    return health.medians(runs, rounds, WARMUP, times=10)
+
+
 def bench_gemm(arguments, words):
     """Yield a row for each linear of a block: forward and backward, bf16 and FP8 in turn."""
     run, precisions = settled_as(words)
@@ -194,10 +203,7 @@ def bench_gemm(arguments, words):
             yield row | {'verdict': f'bf16: {linear.bf16_reason}'}
             continue
         health.calibrated_state(linear, choice, runs['FP8'])
-        if run.launched_share(1, 1) < 1:    # a pass of one linear takes its host longer than the GPU
-            health.medians(runs, WARMUP, 0)     # compiles
-            runs = {precision: graphs.capture(each)[0] for precision, each in runs.items()}
-        times = health.medians(runs, arguments.steps, WARMUP, times=10)
+        times = timed_passes(runs, arguments.steps, replays=run.launched_share(1, 1) < 1)
         for precision, took in times.items():
             row[f'{precision} ms'] = took * 1e3
             row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12

@@ -604,8 +604,6 @@ class State:
         device = next((p.device for p in model.parameters()), None)
         shape = choice.options.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device=device)
-        ranges = [torch.finfo(dtype).max for dtype in FORMATS[choice.format]]
-        self.ranges = self.history.new_tensor(ranges)   # once: a copy from the host waits for the GPU
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
@@ -672,7 +670,9 @@ class State:
             largest, before = self.history.amax(0), torch.stack(scales)
             # a scale of 1 is of a layer that never had an amax
             largest = largest.where((largest > 0) | (before != 1), largest.amax(0))
-            new = self.ranges * (1 / (largest * 2**self.choice.options.margin))
+            new = 1 / (largest * 2**self.choice.options.margin)
+            for column, dtype in enumerate(FORMATS[self.choice.format]):
+                new[:, column] *= torch.finfo(dtype).max    # a number: a tensor's copy would wait for the GPU
             new = new.clamp(max=LARGEST_SCALE).where(largest > 0, before)
             torch._foreach_copy_(scales, list(new.unbind()))
         self.steps += 1
