@@ -628,6 +628,18 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     assert all(map(torch.equal, gradients, before))
 
 
+def test_a_look_sees_a_linears_own_output():
+    """Not what a hook makes of it: 8 y here, or more than y, and FSDP2's drops the whole weight."""
+    model, x, seen = stack(), torch.randn(32, 64), []
+    choice, _ = in_fp8(model)
+    model[0].register_forward_hook(lambda module, inputs, y: y.register_hook(seen.append) and None)
+    for hook in lambda module, inputs, y: 8 * y, lambda module, inputs, y: (y, inputs):
+        handle = model[0].register_forward_hook(hook)
+        rows = cast_health(model[0], choice, lambda: torch.cat([*model[0](x)][:1]).square().mean().backward())
+        handle.remove()
+        assert rows[-1]['tensor'] == 'grad' and rows[-1]['amax'] == seen.pop().abs().max().item()
+
+
 def test_an_average_of_weights_in_a_cached_step():
     model, x = stack().insert(1, nn.BatchNorm1d(64)), torch.randn(32, 64)
     _, state = in_fp8(model, 'delayed')
