@@ -506,6 +506,23 @@ def test_memory_or_weights_given_to_a_model_without_any():
     assert relative(model(x), stack()(x)) < 0.1
 
 
+def test_a_state_follows_its_model_to_another_device():
+    """As where the State is made first, and to_empty or a trainer gives the model its memory."""
+    with torch.device('meta'):
+        model, choice = stack(), on_a_cpu('native', 'delayed')
+        fp8.convert(model, choice)
+        state = fp8.State(model, choice)
+    model.to_empty(device='cpu').load_state_dict(stack().state_dict())
+    plain = stack()
+    _, other = in_fp8(plain, 'delayed')
+    for each, its in (state, model), (other, plain):
+        each.calibrate(lambda: its(torch.ones(32, 64)).sum().backward())
+    assert same_tensors(state.state_dict(), other.state_dict())
+    model.to('meta')
+    state.after_step()
+    assert state.history.is_meta
+
+
 def one_rank_that_looks(rank, file, changed):
     torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=1)
     model, x = stack(), torch.randn(32, 64)
