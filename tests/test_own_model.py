@@ -582,6 +582,19 @@ def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     assert scales[:, -1].tolist() == [448.0, 14.0]
 
 
+@pytest.mark.parametrize('recipe', fp8.RECIPES)
+def test_the_largest_margin_leaves_the_largest_values(recipe):
+    """A larger one would make zeros of them; 2**64 is no number of a tensor's type, either."""
+    linear, x, choice = nn.Linear(128, 128, bias=False), torch.ones(128, 128), None
+    for margin in range(65):
+        with contextlib.suppress(fp8.OptionError):
+            choice = on_a_cpu('emulate', recipe, margin=margin)
+    nn.init.ones_(linear.weight)
+    fp8.convert(linear, choice)
+    fp8.State(linear, choice).calibrate(lambda: linear(x).sum().backward())
+    assert 0.5 < linear(x).min() / 128 <= linear(x).max() / 128 < 2
+
+
 def test_pauses_end_in_any_order():
     """Of two threads, or of generators such as a sampler: the last to end leaves FP8 on."""
     def pauses():

@@ -196,7 +196,7 @@ def check_options(options):
         value = getattr(options, field.name)
         if type(value) is not field.type and (field.type, type(value)) != (float, int):
             raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    numbers = {'margin': range(65), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
+    numbers = {'margin': range(17), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
     for name, allowed in numbers.items():
         value = getattr(options, name)
         if value not in allowed:
