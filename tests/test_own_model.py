@@ -748,7 +748,17 @@ def test_a_nested_tensor_is_computed_as_a_linear_does_and_that_is_said(layout):
     model, parts = stack(), [torch.randn(16, 64), torch.randn(32, 64)]
     in_fp8(model)
     x = torch.nested.nested_tensor(parts, layout=layout)
-    with pytest.warns(UserWarning, match='whose tokens are nested run in torch.float32'):
+    with pytest.warns(UserWarning, match='whose tokens are nested or sparse run in torch.float32'):
         found = model(x).unbind()
     with fp8.paused():
         assert all(torch.equal(y, model(part)) for y, part in zip(found, parts))
+
+
+@pytest.mark.filterwarnings('ignore:.*CS[RC] tensor:UserWarning', 'ignore:calls whose tokens are:UserWarning')
+@pytest.mark.parametrize('layout', [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_input_trains_as_a_linear_trains(layout):
+    """As of a graph's nodes, or a bag of words."""
+    plain, model, x = stack(), stack(), torch.randn(32, 64).relu().to_sparse(layout=layout)
+    in_fp8(model)
+    found, expected = (gradient_of(each[:1], each[0](x).square().mean()) for each in (model, plain))
+    assert torch.equal(found, expected) and relative(model(x), plain(x)) < 0.1

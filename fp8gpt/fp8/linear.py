@@ -412,12 +412,13 @@ def autocast(x):
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
     and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's, or x is
-    a nested tensor, which cannot be reshaped."""
+    a nested or sparse tensor, which cannot be reshaped."""
     if mode.paused or not x.numel():
         return True
-    odd = x.is_nested or x.numel() // x.shape[-1] % multiple != 0
+    unlike = x.is_nested or x.layout != torch.strided
+    odd = unlike or x.numel() // x.shape[-1] % multiple != 0
     if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
-        what = 'nested' if x.is_nested else f'no multiple of {multiple}'
+        what = 'nested or sparse' if unlike else f'no multiple of {multiple}'
         warnings.warn(f'calls whose tokens are {what} run in {x.dtype}', stacklevel=2)
     return odd
 
