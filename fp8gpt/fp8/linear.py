@@ -267,9 +267,12 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     else:  # (M, 1) and (1, N); one scale for all becomes one a row
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
-    return torch._scaled_mm(
+    late = bias is not None and out_dtype == torch.float32      # to which CUDA's kernels add none
+    product = torch._scaled_mm(
         a.data, b.data.t(),
-        scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+        scale_a=scale_a, scale_b=scale_b, bias=None if late else bias, out_dtype=out_dtype,
+        use_fast_accum=fast)
+    return product + bias if late else product
 
 
 # --------------------------------------------------------------------------------------------------- autograd
