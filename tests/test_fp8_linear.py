@@ -211,6 +211,21 @@ def test_a_gpu_sums_fast_in_forward_alone(monkeypatch):
     assert fast == [True, False, False]     # forward, dgrad, wgrad
 
 
+@pytest.mark.filterwarnings('ignore')     # of oneDNN's switch
+def test_a_bias_joins_a_product_in_fp32_afterwards(monkeypatch):
+    """Of a model in fp32 without autocast: CUDA's kernels refuse a bias there."""
+    def as_cuda(*operands, bias, out_dtype, kernel=torch._scaled_mm, **options):
+        assert bias is None or out_dtype != torch.float32, 'Bias is not supported when out_dtype is Float32'
+        return kernel(*operands, bias=bias, out_dtype=out_dtype, **options)
+    monkeypatch.setattr(torch, '_scaled_mm', as_cuda)
+    x, w, bias = torch.randn(32, 64), torch.randn(48, 64), torch.randn(48)
+    q = quantizers('tensorwise', 'hybrid')
+    for dtype in torch.float32, torch.bfloat16:
+        with torch.backends.mkldnn.flags(enabled=False):
+            y = scaled_mm(q.x(x), q.w(w), dtype, bias.to(dtype))
+        assert y.dtype == dtype and relative(y, emulated_mm(q.x(x), q.w(w), torch.float32, bias)) < 2**-8
+
+
 def test_a_cpu_multiplies_as_emulate_does():
     for recipe in RECIPES:
         native, emulated = (linear(recipe, 'hybrid', mm, *operands())[0] for mm in (native_mm, emulated_mm))

@@ -506,6 +506,23 @@ def test_memory_or_weights_given_to_a_model_without_any():
     assert relative(model(x), stack()(x)) < 0.1
 
 
+def test_a_state_follows_its_model_to_another_device():
+    """As where the State is made first, and to_empty or a trainer gives the model its memory."""
+    with torch.device('meta'):
+        model, choice = stack(), on_a_cpu('native', 'delayed')
+        fp8.convert(model, choice)
+        state = fp8.State(model, choice)
+    model.to_empty(device='cpu').load_state_dict(stack().state_dict())
+    plain = stack()
+    _, other = in_fp8(plain, 'delayed')
+    for each, its in (state, model), (other, plain):
+        each.calibrate(lambda: its(torch.ones(32, 64)).sum().backward())
+    assert same_tensors(state.state_dict(), other.state_dict())
+    model.to('meta')
+    state.after_step()
+    assert state.history.is_meta
+
+
 def one_rank_that_looks(rank, file, changed):
     torch.distributed.init_process_group('gloo', f'file://{file}', rank=rank, world_size=1)
     model, x = stack(), torch.randn(32, 64)
@@ -563,6 +580,19 @@ def test_ddp_with_its_defaults_leaves_each_ranks_amaxes(tmp_path):
     torch.multiprocessing.spawn(one_of_two_ranks, (tmp_path / 'ranks', scales), nprocs=2)
     assert scales[:, :-1].unique().tolist() == [14.0]
     assert scales[:, -1].tolist() == [448.0, 14.0]
+
+
+@pytest.mark.parametrize('recipe', fp8.RECIPES)
+def test_the_largest_margin_leaves_the_largest_values(recipe):
+    """A larger one would make zeros of them; 2**64 is no number of a tensor's type, either."""
+    linear, x, choice = nn.Linear(128, 128, bias=False), torch.ones(128, 128), None
+    for margin in range(65):
+        with contextlib.suppress(fp8.OptionError):
+            choice = on_a_cpu('emulate', recipe, margin=margin)
+    nn.init.ones_(linear.weight)
+    fp8.convert(linear, choice)
+    fp8.State(linear, choice).calibrate(lambda: linear(x).sum().backward())
+    assert 0.5 < linear(x).min() / 128 <= linear(x).max() / 128 < 2
 
 
 def test_pauses_end_in_any_order():
@@ -626,6 +656,18 @@ def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     assert same_tensors(dict(model.named_buffers()) | extra_tensors(model), seen)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients))
     assert all(map(torch.equal, gradients, before))
+
+
+def test_a_look_sees_a_linears_own_output():
+    """Not what a hook makes of it: 8 y here, or more than y, and FSDP2's drops the whole weight."""
+    model, x, seen = stack(), torch.randn(32, 64), []
+    choice, _ = in_fp8(model)
+    model[0].register_forward_hook(lambda module, inputs, y: y.register_hook(seen.append) and None)
+    for hook in lambda module, inputs, y: 8 * y, lambda module, inputs, y: (y, inputs):
+        handle = model[0].register_forward_hook(hook)
+        rows = cast_health(model[0], choice, lambda: torch.cat([*model[0](x)][:1]).square().mean().backward())
+        handle.remove()
+        assert rows[-1]['tensor'] == 'grad' and rows[-1]['amax'] == seen.pop().abs().max().item()
 
 
 def test_an_average_of_weights_in_a_cached_step():
@@ -706,7 +748,17 @@ def test_a_nested_tensor_is_computed_as_a_linear_does_and_that_is_said(layout):
     model, parts = stack(), [torch.randn(16, 64), torch.randn(32, 64)]
     in_fp8(model)
     x = torch.nested.nested_tensor(parts, layout=layout)
-    with pytest.warns(UserWarning, match='whose tokens are nested run in torch.float32'):
+    with pytest.warns(UserWarning, match='whose tokens are nested or sparse run in torch.float32'):
         found = model(x).unbind()
     with fp8.paused():
         assert all(torch.equal(y, model(part)) for y, part in zip(found, parts))
+
+
+@pytest.mark.filterwarnings('ignore:.*CS[RC] tensor:UserWarning', 'ignore:calls whose tokens are:UserWarning')
+@pytest.mark.parametrize('layout', [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_input_trains_as_a_linear_trains(layout):
+    """As of a graph's nodes, or a bag of words."""
+    plain, model, x = stack(), stack(), torch.randn(32, 64).relu().to_sparse(layout=layout)
+    in_fp8(model)
+    found, expected = (gradient_of(each[:1], each[0](x).square().mean()) for each in (model, plain))
+    assert torch.equal(found, expected) and relative(model(x), plain(x)) < 0.1

@@ -196,7 +196,7 @@ def check_options(options):
         value = getattr(options, field.name)
         if type(value) is not field.type and (field.type, type(value)) != (float, int):
             raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    numbers = {'margin': range(65), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
+    numbers = {'margin': range(17), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
     for name, allowed in numbers.items():
         value = getattr(options, name)
         if value not in allowed:
@@ -601,9 +601,8 @@ class State:
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
                 layer.start(layer.arithmetic, True, layer.about)
-        device = next((p.device for p in model.parameters()), None)
         shape = choice.options.amax_history, len(self.layers), 3
-        self.history = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.history = torch.zeros(shape, dtype=torch.float32, device='cpu')    # until the first step
         if choice.on:
             BACKENDS[choice.backend].attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
@@ -663,6 +662,7 @@ class State:
         amax, scales = torch.stack(self.tensors('amax')), self.tensors('scale')     # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.history = self.history.to(amax.device)     # the model may have moved
         row = self.steps % len(self.history)
         # a step whose amax is not finite is skipped, and counts as the step before it
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])

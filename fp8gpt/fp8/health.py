@@ -69,7 +69,7 @@ def cast_health(model, choice, run):
 
     def look(layer, tensor, x, quantizer, scale):
         row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
-        row = judge(row | tensor_health(x.detach(), quantizer, scale))
+        row = judge(row | tensor_health(x, quantizer, scale))
         rows[layer, tensor] = worst_rows([row, rows.get((layer, tensor), row)])[0]
 
     def watch(name, module, arguments, named, y):
@@ -78,7 +78,7 @@ def cast_health(model, choice, run):
         if scale is None:
             scale = None, None, None
         x = arguments[0] if arguments else named['input']
-        if falls_back(x, 16 if name == HEAD else RECIPES[choice.recipe].multiple):      # nothing was cast
+        if falls_back(x, max(16, kind.x.block[1])):     # nothing was cast
             return
         look(name, 'input', x, kind.x, scale[INPUT])
         if module.weight is not None:  # a frozen weight is there as its cast alone
@@ -88,11 +88,12 @@ def cast_health(model, choice, run):
 
     with contextlib.ExitStack() as hooks:
         for name, module in fp8_linears(model).items():
-            hooks.enter_context(
-                module.register_forward_hook(functools.partial(watch, name), with_kwargs=True))
+            # first, before a hook that changes y, or FSDP2's, which drops the whole weight
+            hooks.enter_context(module.register_forward_hook(
+                functools.partial(watch, name), prepend=True, with_kwargs=True))
         hooks.enter_context(no_trace(model))
         run()
-    return list(rows.values())
+    return [*rows.values()]
 
 
 def judge(row):

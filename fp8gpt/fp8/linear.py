@@ -267,9 +267,12 @@ def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     else:  # (M, 1) and (1, N); one scale for all becomes one a row
         scale_a = row_major(a.scale_inv.expand(len(a.data), 1))
         scale_b = row_major(b.scale_inv.expand(len(b.data), 1)).view(1, -1)
-    return torch._scaled_mm(
+    late = bias is not None and out_dtype == torch.float32      # to which CUDA's kernels add none
+    product = torch._scaled_mm(
         a.data, b.data.t(),
-        scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+        scale_a=scale_a, scale_b=scale_b, bias=None if late else bias, out_dtype=out_dtype,
+        use_fast_accum=fast)
+    return product + bias if late else product
 
 
 # --------------------------------------------------------------------------------------------------- autograd
@@ -412,12 +415,13 @@ def autocast(x):
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
     and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's, or x is
-    a nested tensor, which cannot be reshaped."""
+    a nested or sparse tensor, which cannot be reshaped."""
     if mode.paused or not x.numel():
         return True
-    odd = x.is_nested or x.numel() // x.shape[-1] % multiple != 0
+    unlike = x.is_nested or x.layout != torch.strided
+    odd = unlike or x.numel() // x.shape[-1] % multiple != 0
     if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
-        what = 'nested' if x.is_nested else f'no multiple of {multiple}'
+        what = 'nested or sparse' if unlike else f'no multiple of {multiple}'
         warnings.warn(f'calls whose tokens are {what} run in {x.dtype}', stacklevel=2)
     return odd
 
