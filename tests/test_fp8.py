@@ -15,7 +15,7 @@ from fp8gpt.fp8 import Options, backends, linear_factory
 from fp8gpt.fp8.linear import OptionError
 from fp8_models import (
     NATIVE, ON_A_CPU, SMALL, WIDE, build, gradient_of, gradients, on_a_cpu, tokens)
-from helpers import compiled, relative, same_tensors
+from helpers import compiled, random, relative, same_tensors
 from model import GPT, Linear
 
 
@@ -91,6 +91,17 @@ def test_any_number_of_tokens_compiles_into_one_graph_each(dynamic, recipe):
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')
                 assert relative(found, gradient_of(model, model(x).square().sum())) < 1e-5
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('backend', ['native', 'emulate'])
+def test_a_compiled_linear_has_the_gradients_of_an_eager_one(backend, dtype):
+    """Those of fp32 inputs were 0 under torch 2.11."""
+    model, x = nn.Sequential(nn.Linear(64, 64)), random(32, 64, dtype=dtype)
+    fp8.convert(model, on_a_cpu(backend, 'tensorwise'))
+    torch._dynamo.reset()
+    found = gradient_of(model, torch.compile(model, backend='eager')(x).square().sum())
+    assert relative(found, gradient_of(model, model(x).square().sum())) < 1e-5
 
 
 def test_each_way_to_compute_is_compiled_once():

@@ -255,7 +255,10 @@ def emulated_mm(a, b, out_dtype, bias=None, fast=False):
     kind = 'cpu' if a.data.is_meta else a.data.device.type
     with torch.autocast(kind, enabled=False):   # it would multiply in bf16
         product = a.dequantize() @ b.dequantize().t()
-    return (product if bias is None else product + bias.float()).to(out_dtype)
+    if bias is not None:
+        product = product + bias.float()
+    # torch 2.11's Dynamo gives a Function no gradients where its result is a `to` that changes nothing
+    return product if out_dtype == torch.float32 else product.to(out_dtype)
 
 
 def scaled_mm(a, b, out_dtype, bias=None, fast=False):
