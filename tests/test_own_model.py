@@ -632,6 +632,20 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(backend):
     assert gradient_of(model, model(torch.ones(32, 64)).sum()).any()
 
 
+@pytest.mark.parametrize('whole', [True, False], ids=['torch.compile', 'model.compile'])
+def test_a_look_at_a_compiled_model_is_one_at_the_model(whole):
+    """A graph that has run calls no hook that is added after it."""
+    model, x = stack(), torch.randn(32, 64)
+    choice, _ = in_fp8(model, 'tensorwise')
+    expected = cast_health(model, choice, lambda: model(x).sum().backward())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend='eager') if whole else model
+    if not whole:
+        model.compile(backend='eager')
+    compiled(x).sum().backward()
+    assert cast_health(model, choice, lambda: compiled(x).sum().backward()) == expected != []
+
+
 @pytest.mark.parametrize('recipe', ['delayed', 'tensorwise'])
 def test_a_look_and_a_calibration_leave_gradients_and_amaxes(recipe):
     """Between two micro-steps, too; and batch norm's means, and buffers that a module replaces."""

@@ -15,6 +15,7 @@ On a model of one's own:
 import contextlib
 import fnmatch
 import itertools
+import sys
 import warnings
 from dataclasses import dataclass, fields, replace
 
@@ -553,14 +554,19 @@ def cast_weight(linear, scale=None):
 @contextlib.contextmanager
 def no_trace(model):
     """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
-    as they were before. FP8's scales and casts are the caller's."""
+    as they were before. FP8's scales and casts are the caller's. Within it, no compiled code is used: what was
+    compiled before would call no hook that is new."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     held = [(module, name, tensor, tensor.clone()) for module in model.modules()
             for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
             if torch.is_tensor(tensor)]
     model.zero_grad()
+    as_written = contextlib.nullcontext()
+    if 'torch._dynamo' in sys.modules:      # else nothing is compiled, and importing it takes a second
+        as_written = torch.compiler.set_stance('force_eager')
     try:
-        yield
+        with as_written:
+            yield
     finally:
         with torch.no_grad():
             for p, gradient, before in gradients:

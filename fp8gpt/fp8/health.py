@@ -63,8 +63,8 @@ def tensor_health(x, quantizer, scale=None):
 def cast_health(model, choice, run):
     """Return a row for each FP8 linear and tensor, of its worst call, by emulate's quantizer for any backend:
     'layer', 'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge
-    adds. (The head's gradient, whose scale is fixed, has none.) model: not compiled; run(): a forward and
-    backward pass of it, in FP8."""
+    adds. (The head's gradient, whose scale is fixed, has none.) run(): a forward and backward pass of the
+    model, in FP8."""
     usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
     def look(layer, tensor, x, quantizer, scale):
