@@ -554,8 +554,8 @@ def cast_weight(linear, scale=None):
 @contextlib.contextmanager
 def no_trace(model):
     """Return a context after which a model's gradients, amaxes and buffers, such as batch norm's means, are
-    as they were before. FP8's scales and casts are the caller's. Within it, nothing that was compiled runs: it
-    would call no hook that was added later."""
+    as they were before. FP8's scales and casts are the caller's. Within it, nothing that was compiled runs,
+    since it would call no hook that was added later."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     held = [(module, name, tensor, tensor.clone()) for module in model.modules()
             for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
