@@ -443,7 +443,7 @@ class ChunkedNats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gpt, chunks, h, *weights):
-        total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        total, of_h, sums = 0, [], []
         for chunk, targets in chunks:
             with torch.enable_grad():
                 chunk = chunk.detach().requires_grad_()
@@ -452,6 +452,7 @@ class ChunkedNats(torch.autograd.Function):
             of_h.append(of_chunk)
             for gradient, more in zip(sums, of_weights):
                 gradient += more
+            sums = sums or [gradient.float() for gradient in of_weights]
             total = total + nats.detach()
         ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
         ctx.dtypes = [w.dtype for w in weights]

@@ -211,6 +211,15 @@ def test_the_heads_gradient_adds_up_in_fp32(batch):
     assert relative(*found) < 0.004
 
 
+def test_two_chunks_gradients_take_one_addition_and_no_zeros(batch):
+    gpt = noisy(UNTIED, loss_chunks=2)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        gpt(*batch)
+    of_table = [event.name for event in profile.events()
+                if [*gpt.lm_head.weight.shape] in event.input_shapes[:1]]
+    assert (of_table.count('aten::add_'), of_table.count('aten::zeros_like')) == (1, 0)
+
+
 def test_a_loss_in_chunks_takes_less_memory():
     """Of 512 tokens, 1024 scores each: 12 bytes a score in eager mode, of an eighth of them at a time."""
     config = dataclasses.replace(SMALL, vocab_size=1024, n_layer=1)
