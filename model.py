@@ -289,6 +289,9 @@ class Attention(nn.Module):
             keys[:, :, past:end], values[:, :, past:end] = k, v
             k, v = keys[:, :, :end], values[:, :, :end]
             causal = past == 0      # one new token looks at all keys; several begin an empty cache
+        if shared and q.is_cuda and q.dtype == torch.float32:   # there, only math's kernels take shared heads
+            times, shared = q.shape[1] // k.shape[1], False
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         if isinstance(mask, BlockMask):
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
         else:

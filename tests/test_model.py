@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import model as model_file
@@ -153,6 +154,22 @@ def test_dtypes():
     plain, rounded = GPT(LLAMA, seed=3), GPT(LLAMA, seed=3, param_dtype=torch.bfloat16)
     assert same_tensors({name: p.bfloat16() for name, p in plain.weights().items()}, rounded.weights())
     assert {b.dtype for b in rounded.buffers()} == {torch.float32}  # RoPE's angles
+
+
+def test_no_heads_are_shared_where_cuda_has_no_kernel_for_it(monkeypatch):
+    """In fp32 flash attention does not serve, and the memory-efficient kernel takes no shared heads."""
+    def attend(q, k, v, enable_gqa, **options):
+        found.append((k.shape[1], enable_gqa))
+        return q
+
+    def linear(in_features, out_features, bias, name):      # torch's asks a CPU build for the device
+        return lambda x: x.new_empty(*x.shape[:-1], out_features)
+    found = []
+    monkeypatch.setattr(model_file.F, 'scaled_dot_product_attention', attend)
+    with FakeTensorMode(), torch.device('cuda'):
+        for dtype in (torch.float32, torch.bfloat16):
+            model_file.Attention(LLAMA, linear, '')(torch.empty(2, 32, 64, dtype=dtype), None, None)
+    assert found == [(4, False), (2, True)]
 
 
 # ------------------------------------------------------------------------------------- the head and its loss
