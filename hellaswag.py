@@ -114,14 +114,15 @@ def score(model, rows, device, batch_size, rank=0, world_size=1):
         batch = by_length[number * batch_size:(number + 1) * batch_size]  # empty past the end
         longest = int(lengths[batch].max(initial=1))
         T = min(max(64, 1 << (longest - 1).bit_length()), model.config.block_size)
-        idx = torch.zeros((batch_size, T), dtype=torch.long)
-        for row, i in zip(idx, batch):
-            row[:lengths[i]] = torch.tensor(rows[i][0][:-1])
-        logits = model(idx.to(device))                          # (batch_size, T, vocab_size)
-        for row, i in zip(logits, batch):
-            tokens, n = rows[i]
-            targets = torch.tensor(tokens[-n:], device=device)  # (n,)
-            scores[i] = -F.cross_entropy(row[:lengths[i]][-n:], targets, reduction='none').sum()
+        whole = np.zeros((batch_size, T + 1), np.int64)
+        for row, i in zip(whole, batch):
+            row[:lengths[i] + 1] = rows[i][0]
+        # one copy, targets too, and none for which the host waits
+        whole = torch.from_numpy(whole).to(device, non_blocking='cuda' in str(device))
+        logits = model(whole[:, :-1])                           # (batch_size, T, vocab_size)
+        for row, targets, i in zip(logits, whole[:, 1:], batch):
+            scored = slice(lengths[i] - rows[i][1], lengths[i])
+            scores[i] = -F.cross_entropy(row[scored], targets[scored], reduction='none').sum()
     return distributed.sum_over_ranks(scores).cpu().numpy()
 
 

@@ -289,6 +289,9 @@ class Attention(nn.Module):
             keys[:, :, past:end], values[:, :, past:end] = k, v
             k, v = keys[:, :, :end], values[:, :, :end]
             causal = past == 0      # one new token looks at all keys; several begin an empty cache
+        if shared and q.is_cuda and q.dtype == torch.float32:   # there, only math's kernels take shared heads
+            times, shared = q.shape[1] // k.shape[1], False
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         if isinstance(mask, BlockMask):
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared)
         else:
@@ -443,7 +446,7 @@ class ChunkedNats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gpt, chunks, h, *weights):
-        total, of_h, sums = 0, [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        total, of_h, sums = 0, [], []
         for chunk, targets in chunks:
             with torch.enable_grad():
                 chunk = chunk.detach().requires_grad_()
@@ -452,6 +455,7 @@ class ChunkedNats(torch.autograd.Function):
             of_h.append(of_chunk)
             for gradient, more in zip(sums, of_weights):
                 gradient += more
+            sums = sums or [gradient.float() for gradient in of_weights]
             total = total + nats.detach()
         ctx.save_for_backward(torch.cat(of_h).view_as(h), *sums)
         ctx.dtypes = [w.dtype for w in weights]

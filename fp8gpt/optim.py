@@ -323,39 +323,45 @@ class Muon(torch.optim.AdamW):
         self.param_groups = [others]
         super().step(closure)
         self.param_groups = groups
-        # shape -> [(a linear's weight, its gradient, the gradients' mean)], tall ones transposed
-        alike = collections.defaultdict(list)
-        for p, rows in self.matrices:
+        for p, _ in self.matrices:
             state = self.state[p]
             if not state:
-                state |= {'step': torch.zeros(()), 'momentum': torch.zeros_like(p)}
+                state |= {
+                    'step': torch.zeros(()),
+                    'momentum': torch.zeros_like(p),
+                }
             state['step'] += 1
-            momentum = 0.85 + 0.1 * min(1.0, state['step'].item() / 300)
-            state['momentum'].lerp_(p.grad, 1 - momentum)
-            for parts in zip(*(each.split(rows) for each in (p, p.grad, state['momentum']))):
+        momentum = 0.85 + 0.1 * min(1.0, state['step'].item() / 300)
+        weights = [p for p, _ in self.matrices]
+        gradients = [p.grad for p in weights]
+        means = [self.state[p]['momentum'] for p in weights]
+        # by lists, in few kernels: the GPU waits for the host, which has waited for the norm
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        torch._foreach_mul_(weights, 1 - matrices['lr'] * matrices['weight_decay'])
+        # shape -> [(a linear's weight, its gradient, the gradients' mean)], tall ones transposed
+        alike = collections.defaultdict(list)
+        for (_, rows), *each in zip(self.matrices, weights, gradients, means):
+            for parts in zip(*(tensor.split(rows) for tensor in each)):
                 if len(parts[0]) > parts[0].shape[1]:
-                    parts = [each.mT for each in parts]
+                    parts = [part.mT for part in parts]
                 alike[parts[0].shape].append(parts)
         for shape, linears in alike.items():
             most = max(1, STACK // shape.numel())
             for start in range(0, len(linears), most):
-                move_matrices(linears[start:start + most], momentum, matrices)
+                move_matrices(linears[start:start + most], momentum, matrices['lr'])
 
 
-def move_matrices(linears, momentum, settings):
+def move_matrices(linears, momentum, lr):
     """Move by Muon the weights of [(weight, its gradient, the gradients' mean)], all of one shape (n, m), n
-    at most m. settings: the group's lr and weight_decay."""
+    at most m."""
     weights, gradients, means = zip(*linears)
     dtype = torch.bfloat16 if weights[0].is_cuda else torch.float32
-    updates = []
-    for gradient, mean in zip(gradients, means):
-        update = gradient.lerp(mean, momentum)      # Nesterov's
-        updates.append(update.to(dtype))
-    lr = settings['lr']
+    updates = weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype)
+    nesterovs = torch._foreach_lerp(gradients, means, momentum)
+    torch._foreach_copy_([*updates], nesterovs)
+    del nesterovs
     rate = lr * 0.2 * math.sqrt(weights[0].shape[1])
-    for p, update in zip(weights, orthogonalise(torch.stack(updates))):
-        p.mul_(1 - lr * settings['weight_decay'])
-        p.sub_(update, alpha=rate)
+    torch._foreach_sub_(weights, [*orthogonalise(updates)], alpha=rate)
 
 
 def set_rate(optimizer, lr):

@@ -4,6 +4,7 @@ import itertools
 import types
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import hf
 from fp8gpt.fp8.linear import Matmul
@@ -37,6 +38,19 @@ def same_tensors(a, b):
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_tensors(a[name], b[name]) for name in a)
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+class Waits(TorchFunctionMode):
+    """Notes in `found` what makes the host wait for a GPU."""
+    functions = 'new_tensor', 'tensor', 'item', 'tolist', '__bool__', 'cpu', 'numpy'
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        self.found += {function.__name__}.intersection(self.functions)
+        return function(*arguments, **options or {})
 
 
 def compiled(model, **options):

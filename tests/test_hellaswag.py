@@ -11,8 +11,8 @@ import torch
 import hellaswag
 from configurator import UserError
 from conftest import ROOT, in_ranks, run
-from helpers import checkpoint_of, with_noise
-from fp8gpt import checkpoint
+from helpers import Waits, checkpoint_of, with_noise
+from fp8gpt import checkpoint, distributed
 from model import GPT, GPTConfig
 from preparing import written
 from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
@@ -129,6 +129,14 @@ def test_ranks_share_the_rows_in_as_many_forwards(bytes_model):
         assert len(calls) == world_size * -(-7 // world_size)       # 20 rows are 7 batches
         assert np.count_nonzero(parts) == 20
         np.testing.assert_allclose(np.sum(parts, 0), whole)
+
+
+def test_a_gpu_is_waited_for_at_the_end_alone(bytes_model, monkeypatch):
+    monkeypatch.setattr(distributed.StopRequest, 'latest', None)
+    texts = [(list(range(20, 40)), n) for n in (3, 5, 9)]
+    with Waits() as waits:
+        hellaswag.score(bytes_model, texts, 'cpu', 2)
+    assert waits.found == ['cpu', 'numpy']
 
 
 ROW = {

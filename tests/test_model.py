@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import model as model_file
@@ -155,6 +156,22 @@ def test_dtypes():
     assert {b.dtype for b in rounded.buffers()} == {torch.float32}  # RoPE's angles
 
 
+def test_no_heads_are_shared_where_cuda_has_no_kernel_for_it(monkeypatch):
+    """In fp32 flash attention does not serve, and the memory-efficient kernel takes no shared heads."""
+    def attend(q, k, v, enable_gqa, **options):
+        found.append((k.shape[1], enable_gqa))
+        return q
+
+    def linear(in_features, out_features, bias, name):      # torch's asks a CPU build for the device
+        return lambda x: x.new_empty(*x.shape[:-1], out_features)
+    found = []
+    monkeypatch.setattr(model_file.F, 'scaled_dot_product_attention', attend)
+    with FakeTensorMode(), torch.device('cuda'):
+        for dtype in (torch.float32, torch.bfloat16):
+            model_file.Attention(LLAMA, linear, '')(torch.empty(2, 32, 64, dtype=dtype), None, None)
+    assert found == [(4, False), (2, True)]
+
+
 # ------------------------------------------------------------------------------------- the head and its loss
 
 def forms_that_differ(forms, batch, config, frozen=False, put=lambda gpt: gpt):
@@ -209,6 +226,15 @@ def test_the_heads_gradient_adds_up_in_fp32(batch):
         gpt(x, y).backward()
         found.append(gpt.lm_head.weight.grad)
     assert relative(*found) < 0.004
+
+
+def test_two_chunks_gradients_take_one_addition_and_no_zeros(batch):
+    gpt = noisy(UNTIED, loss_chunks=2)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        gpt(*batch)
+    of_table = [event.name for event in profile.events()
+                if [*gpt.lm_head.weight.shape] in event.input_shapes[:1]]
+    assert (of_table.count('aten::add_'), of_table.count('aten::zeros_like')) == (1, 0)
 
 
 def test_a_loss_in_chunks_takes_less_memory():

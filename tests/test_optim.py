@@ -350,6 +350,18 @@ def test_the_memory_of_muons_step_is_that_of_a_stack(monkeypatch):
     assert peak_bytes(optimizer.step) < 8 * 4 * largest < sum(p.nbytes for p, _ in optimizer.matrices)
 
 
+def test_muon_asks_for_no_kernel_for_each_matrix():
+    """There a GPU, whose host has waited for the norm, would wait for the host."""
+    model, optimizer = muon()
+    stepped(optimizer, model.weights(), 0)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    asked = {event.name for event in profile.events() if not event.name.startswith('Optimizer')
+             and event.cpu_parent.name.startswith('Optimizer')}
+    assert 'aten::_foreach_lerp_' in asked
+    assert not asked & {'aten::lerp', 'aten::lerp_', 'aten::mul_', 'aten::sub_', 'aten::stack'}
+
+
 def test_flops_by_hand():
     """GPT-2's q, k, v and attn.proj are square, mlp.up and mlp.down four times as long as wide."""
     with torch.device('meta'):
