@@ -357,9 +357,7 @@ def move_matrices(linears, momentum, lr):
     weights, gradients, means = zip(*linears)
     dtype = torch.bfloat16 if weights[0].is_cuda else torch.float32
     updates = weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype)
-    nesterovs = torch._foreach_lerp(gradients, means, momentum)
-    torch._foreach_copy_([*updates], nesterovs)
-    del nesterovs
+    torch._foreach_copy_([*updates], torch._foreach_lerp(gradients, means, momentum))   # Nesterov's
     rate = lr * 0.2 * math.sqrt(weights[0].shape[1])
     torch._foreach_sub_(weights, [*orthogonalise(updates)], alpha=rate)
 
