@@ -172,23 +172,28 @@ class RunLog:
             self.say(f'log       {path} is of an earlier run: kept as {kept}')
         files.write_text(path, ''.join(json.dumps(record) + '\n' for record in records))
         self.writers['log.jsonl'] = write, _ = open_jsonl(path)
-        self._attempt('log.jsonl', write, step, {
-            'time': time.time(),
-            'config': dict(config),
-            'precision': precision,
-            'intro': self.first,
-            'data': run.data,
-            'device': device_name(run.device),
-            'host': platform.node(),
-            'versions': versions(),
-            'revisions': run.revisions,
-            **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
-        })
+        self._attempt('log.jsonl', write, step, self._header(precision))
         for name in filter(config.get, WRITERS):
             if opened := self._attempt(name, WRITERS[name], config, precision, step * goes_on):
                 self.writers[name] = opened
         if config['profile']:
             self._start_profile(int(min(config['profile'], last_step - step - 3)))
+        if run.device.type == 'cuda':   # what the self-check or a batch that did not fit took is no run's
+            torch.cuda.reset_peak_memory_stats(run.device)
+
+    def _header(self, precision):
+        return {
+            'time': time.time(),
+            'config': dict(self.config),
+            'precision': precision,
+            'intro': self.first,
+            'data': self.run.data,
+            'device': device_name(self.run.device),
+            'host': platform.node(),
+            'versions': versions(),
+            'revisions': self.run.revisions,
+            **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
+        }
 
     def _start_profile(self, steps):
         if steps > 0:
@@ -370,14 +375,11 @@ class RunLog:
 
 class Clock:
     """Take the time of the steps since the last read; the loop counts them up. What is done in paused(), such
-    as an evaluation, does not count. The peak of memory begins anew: that of FP8's self-check, or of a batch
-    that did not fit, is not the loop's."""
+    as an evaluation, does not count."""
 
     def __init__(self, loader):
         self.loader = loader
         self.restart()
-        if 'cuda' in str(loader.device):
-            torch.cuda.reset_peak_memory_stats(loader.device)
 
     def restart(self):
         self.since, self.waited, self.steps = time.perf_counter(), self.loader.waited, 0

@@ -26,23 +26,24 @@ CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False, 'p
           'num_workers': 1}
 
 
-def opened(folder, resumed_step=0):
+def opened(folder, resumed_step=0, device=RANKS.device):
     """Return a RunLog whose files are open."""
     folder.mkdir(exist_ok=True)
     config, resumed = {**CONFIG, 'checkpoint_dir': str(folder)}, resumed_step and {'step': resumed_step}
-    run = types.SimpleNamespace(config=config, device=RANKS.device, resumed=resumed, data={},
+    run = types.SimpleNamespace(config=config, device=device, resumed=resumed, data={},
                                 revisions={}, resume_path=resumed and f'{folder}/latest.pt')
     log = runlog.RunLog(RANKS, run)
     log.open('bf16', last_step=10)
     return log
 
 
-def test_a_peak_of_memory_from_before_the_loop_is_forgotten(monkeypatch):
+def test_a_peak_of_memory_from_before_the_loop_is_forgotten(tmp_path, monkeypatch):
     reset = mock.Mock()
     monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', reset)
-    for device in 'cpu', 'cuda:3':
-        runlog.Clock(types.SimpleNamespace(device=device, waited=0.0))
-    reset.assert_called_once_with('cuda:3')
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA H200')
+    for device in RANKS.device, torch.device('cuda:3'):
+        opened(tmp_path, device=device).close()
+    reset.assert_called_once_with(device)
 
 
 def figures(path):
@@ -267,7 +268,7 @@ def test_what_a_pause_waits_for_belongs_to_the_steps_before(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(runlog.time, 'perf_counter', lambda: now[0])
     monkeypatch.setattr(torch.accelerator, 'synchronize', lambda: now.append(now.pop() + 4))
-    clock = runlog.Clock(types.SimpleNamespace(waited=0.0, device=torch.device('mps')))
+    clock = runlog.Clock(types.SimpleNamespace(waited=0.0, device=torch.device('cuda:0')))
     clock.steps += 2
     for wait in False, True:
         with clock.paused(wait):
