@@ -98,38 +98,44 @@ def choose_template(asked, columns, tokenizer):
 def conversation(row, columns):
     """Return (messages, tools or None) of a row, a dict with `columns`, one of COLUMNS, and any of MORE.
     Raises DataError where it is no conversation."""
-    first, *answer = (messages_in(row.get(column)) for column in columns)
-    if answer and isinstance(first, list) and isinstance(answer[0], list):      # TRL's conversational pairs
-        first, answer = [*of_prompt(first), *answer[0]], ()
-    elif answer and are_messages(first):        # Nemotron's, whose answer is a text
-        first, answer = [*of_prompt(first), *pair('', as_text(answer[0]))[1:]], ()
-    if answer:
-        beside = [row.get(name) for name in ('input', 'context') if name not in columns]
-        prompt = '\n\n'.join(filter(None, map(as_text, (first, *beside))))
-        history = from_json(row.get('history')) or []
-        turns = history if isinstance(history, list) else [history]
-        if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-            raise DataError('its history is no list of [prompt, answer]')
-        turns = [*turns, (prompt, row.get(columns[1]))]     # a text of JSON, too, as it is
-        messages = [message for turn in turns for message in pair(*map(as_text, turn))]
-    elif isinstance(entries := from_json(first), list) or first is None:        # CSV has them as JSON
-        entries = in_turn(entries or []) if len(columns) == 1 else entries
-        messages = joined(entries)
+    if len(columns) > 1:
+        messages = of_pair(row, columns)
     else:
-        raise DataError(f'it has none of the messages of: {FORMS}')
+        value = row.get(columns[0])
+        entries = [] if value is None else from_json(value)     # CSV has them as JSON
+        if not isinstance(entries, list):
+            raise DataError(f'it has none of the messages of: {FORMS}')
+        messages = joined(in_turn(entries))
     return with_system(messages, row), tools_of(row)
+
+
+def of_pair(row, columns):
+    """Return the messages of a row whose two columns hold a prompt and its answer, or the messages of each.
+    Raises DataError where they are neither."""
+    prompt, answer = (messages_in(row.get(column)) for column in columns)
+    if are_messages(prompt) and not isinstance(answer, list):       # Nemotron's, whose answer is a text
+        answer = [{'role': 'assistant', 'content': answer}]
+    if isinstance(prompt, list) and isinstance(answer, list):       # TRL's conversational pairs
+        return joined([*of_prompt(prompt), *answer])
+    beside = [row.get(name) for name in ('input', 'context') if name not in columns]
+    prompt = '\n\n'.join(filter(None, map(as_text, (prompt, *beside))))
+    history = from_json(row.get('history')) or []
+    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+        raise DataError('its history is no list of [prompt, answer]')
+    turns = [*history, (prompt, row.get(columns[1]))]       # a text of JSON, too, as it is
+    return [message for turn in turns for message in pair(*map(as_text, turn))]
 
 
 def with_system(messages, row):
     """Return messages with a row's system message before them, unless they begin with one. Raises DataError
     where its column system has another; OpenOrca's system_prompt may differ."""
-    is_begun = messages and messages[0]['role'] == 'system'
-    system = as_text(row.get('system') or (None if is_begun else row.get('system_prompt')))
-    if is_begun and system and messages[0]['content'] != system:
-        raise DataError('its column system and its system message differ')
-    if not system or not messages or is_begun:
+    system = as_text(row.get('system') or '')
+    if messages and messages[0]['role'] == 'system':
+        if system not in ('', messages[0]['content']):
+            raise DataError('its column system and its system message differ')
         return messages
-    return [{'role': 'system', 'content': system}, *messages]
+    system = system or as_text(row.get('system_prompt'))
+    return [{'role': 'system', 'content': system}, *messages] if system and messages else messages
 
 
 def tools_of(row):
@@ -236,18 +242,16 @@ def message_of(entry):
         lacks = said == 'none' and f'one of its messages has no role, but {", ".join(entry):.100}'
         raise DataError(lacks or f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
     content = entry.pop('content', entry.pop('value', None))
-    is_call = said in CALLS
-    calls = from_json(content if is_call else entry.pop('tool_calls', None)) or []
-    calls = [*(calls if isinstance(calls, list) else [calls]),
-             *filter(None, [entry.pop('function_call', None)])]
-    content = '' if is_call else content
+    if said in CALLS:
+        entry['tool_calls'], content = content, ''
+    calls = []
+    for key in ('tool_calls', 'function_call'):
+        found = from_json(entry.pop(key, None)) or []
+        calls += found if isinstance(found, list) else [found]
     if content is None and not calls and role != 'assistant':
         raise DataError('one of its messages has no content')
     if isinstance(content, list):
-        parts = [text_of_part(part) for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise DataError('one of its messages has parts that are no text')
-        content = ''.join(parts)
+        content = ''.join(map(text_of_part, content))
     message = {**entry, 'role': role, 'content': as_text(content)}
     if calls:
         message['tool_calls'] = [call_of(call) for call in calls]
@@ -256,27 +260,29 @@ def message_of(entry):
 
 def text_of_part(part):
     """Return the text of a part of a content: a text, OpenAI's {'type': 'text', 'text': text} or
-    LLaMA-Factory's {'type': 'text', 'value': text}; of another part, as a thought, what is no text."""
-    if isinstance(part, dict):
-        is_text = part.get('type', 'text') in ('text', 'input_text', 'output_text')
-        return part.get('text', part.get('value')) if is_text else None
+    LLaMA-Factory's {'type': 'text', 'value': text}. Raises DataError for another part, as a thought."""
+    if isinstance(part, dict) and part.get('type', 'text') in ('text', 'input_text', 'output_text'):
+        part = part.get('text', part.get('value'))
+    if not isinstance(part, str):
+        raise DataError('one of its messages has parts that are no text')
     return part
 
 
 def call_of(call):
     """Return a tool call as templates expect it, {'function': {'name': ..., 'arguments': an object}, ...}.
     Raises DataError where it is none."""
-    if isinstance(call, dict):
-        call = call if 'function' in call else {'type': 'function', 'function': call}
-        if isinstance(call['function'], dict) and isinstance(call['function'].get('name'), str):
-            others = ', '.join(sorted(call['function'].keys() - {'name', 'type', 'id', 'call_id'}))
-            arguments = from_json(call['function'].get('arguments'))
-            if others and 'arguments' not in call['function']:
-                raise DataError(f'a tool call has {others:.100}, but no arguments')
-            if arguments in (None, ''):     # what some write for none
-                arguments = {}
-            return {**call, 'function': {**call['function'], 'arguments': arguments}}
-    raise DataError(f'{call!r:.40} is no tool call')
+    is_wrapped = isinstance(call, dict) and 'function' in call
+    wrapped = call if is_wrapped else {'type': 'function', 'function': call}
+    function = wrapped['function']
+    if not (isinstance(function, dict) and isinstance(function.get('name'), str)):
+        raise DataError(f'{call!r:.40} is no tool call')
+    others = ', '.join(sorted(function.keys() - {'name', 'type', 'id', 'call_id'}))
+    if others and 'arguments' not in function:
+        raise DataError(f'a tool call has {others:.100}, but no arguments')
+    arguments = from_json(function.get('arguments'))
+    if arguments in (None, ''):     # what some write for none
+        arguments = {}
+    return {**wrapped, 'function': {**function, 'arguments': arguments}}
 
 
 # ------------------------------------------------------------------------------- messages -> tokens
