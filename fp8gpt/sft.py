@@ -11,6 +11,7 @@ token inside a message stays text. The assistant's words and the token that ends
 else is. An example of PLAIN begins as a document does; a chat template writes its own beginning.
 """
 import contextlib
+import copy
 import datetime
 import glob
 import itertools
@@ -29,7 +30,7 @@ from configurator import (
     HERE, DataError, MissingError, SettingError, first_line, say, say_once)
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
-from fp8gpt.tokenizer import identity_of_folder, is_pretrained, whole_characters
+from fp8gpt.tokenizer import identity_of_folder, whole_characters
 
 PLAIN = 'Question:\n{prompt}\n\nAnswer:\n{completion}'
 # the columns that make an example: the first ones that a row has count; MORE may be beside
@@ -215,7 +216,7 @@ def joined(entries):
     messages = []
     for entry in entries:
         found, last = messages_of(entry), messages[-1] if messages else {}
-        is_call = isinstance(entry, dict) and str(entry.get('role') or entry.get('from')).lower() in CALLS
+        is_call = str(entry.get('role') or entry.get('from')).lower() in CALLS
         calls = is_call and found[0].get('tool_calls')
         if calls and last.get('role') == 'assistant' and flags_of(last) == flags_of(found[0]):
             last['tool_calls'] = [*last.get('tool_calls', ()), *calls]
@@ -300,7 +301,7 @@ class Examples:
         now = datetime.datetime.fromtimestamp(began)
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
-        self.call_opening, self.call_form = '', CALL_FORMS[0]
+        self.opening, self.call_form = '', CALL_FORMS[0]
         with contextlib.suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
@@ -310,19 +311,21 @@ class Examples:
                 self.header = prompt[same:].removesuffix(question[same:])
             function = {'name': WORDS, 'arguments': {'a': 'b'}}
             chat[1]['tool_calls'] = [{'id': 'ninelette', 'type': 'function', 'function': function}]
-            opening = self._call(chat).removeprefix(question).partition(WORDS)[0]
-            self.call_opening = (self.special.search(opening) or [opening])[0]
+            call = self._call(chat)
+            opening = self.header or call.removeprefix(question).partition(WORDS)[0]
+            self.opening = (self.special.search(opening) or [opening])[0]
 
     def _call(self, chat):
         """Return the text of a chat that ends with a call, and set the form of calls, see in_form, to the
-        first in which the template writes the call, and its arguments as JSON, not as Python has them."""
+        first in which the template writes the call, and its arguments as JSON, not as Python has them; ''
+        where there is none."""
         for self.call_form in CALL_FORMS:
             with contextlib.suppress(DataError):
                 text = self.render(chat)
                 if WORDS in text and "{'a'" not in text:
                     return text
         self.call_form = CALL_FORMS[0]
-        return self.render(chat)
+        return ''
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
@@ -372,101 +375,74 @@ class Examples:
 
     def _chat(self, messages, tools):
         """Return (ids, mask, bytes of the targets, notes)."""
-        answers = [i for i, message in enumerate(messages) if is_target(message)]
-        whole, generated = self._rendered(messages, tools)
-        pieces, written = self._pieces(messages, tools, whole, answers)
-        clean = without_special(pieces)
+        pieces, written, generated = self._pieces(messages, tools)
+        whole = ''.join(pieces)
+        clean = ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
         learned = self._answers(messages, (whole, clean, generated), written)
-        targets = [self._targets(answer, clean, generated) for answer in learned]
-        if not any(targets):
+        ids, offsets = self._tokenized(pieces)
+        mask, n_bytes, n_marked = self._mask(offsets, learned, clean, generated)
+        if not n_marked:
             raise DataError('the chat template does not mark the words of the assistant')
-        n_learned = sum(map(bool, targets))
-        _, end, last = learned[-1]
-        is_endless = not self._stop(clean, end) and not whole[last:].strip()
-        if is_endless:      # EOT follows the blanks that may stand behind the answer
-            targets.append([(last, len(whole))])
-        ids, mask, n_bytes = self._masked(self._tokenized(pieces), targets, clean, is_endless)
+        last = learned[-1][-1]
+        if last == len(whole) and ids[-1] not in self.tokenizer.stops:
+            ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
+        are_removed = len(learned) < len(written)
+        n_stops = np.isin(ids[mask == TARGET], self.tokenizer.stops).sum()
         notes = {
-            'have answers whose thoughts the template removes, which are no targets':
-                len(learned) < len(answers),
-            'have answers that the template does not mark, which are no targets':
-                not all(targets),
-            ENDLESS:
-                np.isin(ids[mask == TARGET], self.tokenizer.stops).sum() < n_learned,
-            'hold the text of a special token, which is taken as text':
-                len(pieces) > 1,
+            'have answers whose thoughts the template removes, which are no targets': are_removed,
+            'have answers that the template does not mark, which are no targets': n_marked < len(learned),
+            ENDLESS: n_stops < n_marked,
+            'hold the text of a special token, which is taken as text': len(pieces) > 1,
             OTHER_BEGINNING.format(self.header):
                 not all(clean[:start].endswith(self.header) for start, *_ in learned),
+            **self._notes(messages, tools, whole, are_removed),
         }
-        notes = [note for note, is_so in notes.items() if is_so]
-        notes += self._left_out(messages, tools, whole, len(learned) < len(answers))
-        return ids, mask, n_bytes, [*notes, *self._unread(messages)]
+        return ids, mask, n_bytes, [note for note, is_so in notes.items() if is_so]
 
-    def _masked(self, tokens, targets, clean, is_endless):
-        """Return (ids, mask, bytes of the targets). tokens: as from _tokenized. targets: [[(start, end)]] in
-        the text `clean` of what is learned. is_endless: whether EOT is to follow, and to be learned."""
-        ids, offsets = tokens
-        mask, n_bytes = np.zeros(len(ids), int), 0
-        for start, end in itertools.chain(*targets):
-            chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
-            first = offsets[chosen.argmax(), 0]
-            if first < start and self.special.match(clean, first):      # Phi-3's takes the blanks behind it
-                chosen[chosen.argmax()] = False
-            mask[chosen] = TARGET
-            n_bytes += len(self.special.sub('', clean[start:end]).encode())
-        if is_endless:
-            ids = np.append(ids, self.tokenizer.eot)
-            mask = np.append(mask, TARGET)
-        return ids, mask, n_bytes
+    def _mask(self, offsets, learned, clean, generated):
+        """Return (the mask (n,) of tokens with these offsets (n, 2), bytes of the targets, how many answers
+        have some). learned: as from _answers. An answer is learned as it is, or its words that the template
+        marks as generated, the last of them to the end of the turn."""
+        mask, n_bytes, n_marked = np.zeros(len(offsets), int), 0, 0
+        for start, end, last in learned:
+            spans = [(start, end)]
+            if self.marks_answers:
+                spans = [(max(start, first), min(end, to)) for first, to in generated]
+                spans = [span for span in spans if clean[slice(*span)].strip()]
+            if spans:
+                spans[-1] = spans[-1][0], last
+                n_marked += 1
+            for start, end in spans:
+                chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
+                first = offsets[chosen.argmax(), 0]
+                if first < start and self.special.match(clean, first):      # Phi-3's takes the blanks behind it
+                    chosen[chosen.argmax()] = False
+                mask[chosen] = TARGET
+                n_bytes += len(self.special.sub('', clean[start:end]).encode())
+        return mask, n_bytes, n_marked
 
-    def _unread(self, messages):
-        """Return what is to be said of keys of messages that neither this nor the template reads, and of
-        flags and calls that are not as they should be."""
-        keys = sorted({*itertools.chain(*messages)} - READ)
-        said = [f'have messages with {key:.40}, which is not read' for key in keys
-                if not re.search(rf'\b{re.escape(key)}\b', self.template)]
-        for message in messages:
-            if any(flag not in (0, 1) for flag in flags_of(message)):
-                said.append(OTHER_FLAG)
-            calls = message.get('tool_calls', ())
-            if any(isinstance(call['function']['arguments'], str) for call in calls):
-                said.append(NO_JSON)
-        return [*dict.fromkeys(said)]
-
-    def _left_out(self, messages, tools, whole, are_thoughts_said):
-        """Return what is to be said of messages and tools that their text `whole` lacks. are_thoughts_said:
-        whether that is said already of the assistant's."""
-        said = []
-        for message in messages:
-            if are_thoughts_said and message['role'] == 'assistant':
-                continue
-            if words_beside_answer(message) not in whole:
-                said = [NOT_AS_THEY_ARE]
+    def _notes(self, messages, tools, whole, are_removed):
+        """Return {what may be said of messages and tools: whether it is so}: what their text `whole` lacks,
+        keys that neither this nor the template reads, flags and calls that are not as they should be.
+        are_removed: whether it is said already that the assistant's thoughts are."""
+        shown = [message for message in messages if not (are_removed and message['role'] == 'assistant')]
+        calls = itertools.chain(*(message.get('tool_calls', ()) for message in messages))
+        is_same = False
         with contextlib.suppress(DataError):    # of a template that wants tools
-            if tools and self._rendered(messages, None)[0] == whole:
-                said.append('have tools that the chat template does not write')
-        return said
-
-    def _targets(self, answer, clean, generated):
-        """Return [(start, end)] of what is learned of an answer, as from _answers: all, or the words that the
-        template marks as generated, the last of them to the end of the turn; [] where it marks none."""
-        start, end, last = answer
-        spans = [(start, end)]
-        if self.marks_answers:
-            spans = [(max(start, first), min(end, to)) for first, to in generated]
-            spans = [span for span in spans if clean[slice(*span)].strip()]
-        return [*spans[:-1], *((first, last) for first, _ in spans[-1:])]
-
-    def _stop(self, clean, end, limit=sys.maxsize):
-        """Return the match in the text `clean` of the stop that ends the turn of an answer whose words end at
-        `end`, or None where the template writes none before `limit`, where the next message is."""
-        found = self.marks.search(clean, end, limit)
-        is_stop = found and self.tokenizer.library.token_to_id(found[0]) in self.tokenizer.stops
-        return found if is_stop else None
+            is_same = tools and self.render(messages) == whole
+        return {
+            NOT_AS_THEY_ARE: any(words_beside_answer(message) not in whole for message in shown),
+            'have tools that the chat template does not write': is_same,
+            **{f'have messages with {key:.40}, which is not read':
+                not re.search(rf'\b{re.escape(key)}\b', self.template)
+               for key in sorted({*itertools.chain(*messages)} - READ)},
+            OTHER_FLAG: any(flag not in (0, 1) for message in messages for flag in flags_of(message)),
+            NO_JSON: any(isinstance(call['function']['arguments'], str) for call in calls),
+        }
 
     def prompt(self, messages):
         """Return the ids (n,) of messages and the header of an answer to them."""
-        pieces, _ = self._pieces(messages, None, self.render(messages, True), prompt=True)
+        pieces, *_ = self._pieces(messages, None, prompt=True)
         return self._tokenized(pieces)[0]
 
     def render(self, messages, prompt=False):
@@ -491,18 +467,22 @@ class Examples:
                             f'{first_line(error):.200}') from None
         return whole_characters(text), marked[0] if marked else []
 
-    def _pieces(self, messages, tools, whole, answers=(), prompt=False):
-        """Return (pieces, spans) of `whole`, the text of messages. The second, fourth, ... piece is the text
-        of a special token inside a message or a tool, which would make a turn of its own; the assistant may
-        write those that stand around no turn, as <think>. The spans, (start, end) in `whole`, are of the
-        words of each of `answers`, indexes of messages. The template shows both by where it writes marks."""
+    def _pieces(self, messages, tools, prompt=False):
+        """Return (pieces, spans, what the template marks as generated) of the text of messages. The second,
+        fourth, ... piece is the text of a special token inside a message or a tool, which would make a turn
+        of its own; the assistant may write those that stand around no turn, as <think>. The spans, (start,
+        end) in the text, are of the words of each answer to be learned, none if `prompt`. The template shows
+        both by where it writes marks."""
+        whole, generated = self._rendered(messages, tools, prompt)
         if {TEXT, WORDS} & {*whole}:
             raise DataError('it holds U+FDD0 or U+FDD1, which are no characters')
-        marked = []
-        for i, message in enumerate(messages):
-            shown = marked_answer(message, f'{WORDS}{i}{WORDS}', WORDS) if i in answers else message
+        marked, wanted = [], []
+        for message in messages:
             pattern = self.marks if message['role'] == 'assistant' else self.special
-            marked.append({**marked_text(shown, pattern), 'role': message['role']})
+            if is_target(message) and not prompt:
+                wanted.append(str(len(wanted)))
+                message = marked_answer(message, f'{WORDS}{wanted[-1]}{WORDS}', WORDS)
+            marked.append({**marked_text(message, pattern), 'role': message['role']})
         shape, _ = self._rendered(marked, marked_text(tools, self.special), prompt)
         parts = shape.split(WORDS)
         numbers = parts[1::3]
@@ -510,22 +490,21 @@ class Examples:
         pieces = ''.join(parts).split(TEXT)
         if ''.join(pieces) != whole or not all(map(self.special.fullmatch, pieces[1::2])):
             raise DataError('the chat template takes an answer or the text of a special token apart')
-        wanted = [*map(str, answers)]
         if len(parts) != 2 * len(numbers) + 1 or {*numbers} != {*wanted}:
             raise DataError('the chat template does not write all answers of the assistant')
         ends = [*itertools.accumulate(len(part.replace(TEXT, '')) for part in parts)]
         places = [2 * numbers.index(i) for i in wanted]     # a result may have the name of its call, too
-        return pieces, [(ends[place], ends[place + 1]) for place in places]
+        return pieces, [(ends[place], ends[place + 1]) for place in places], generated
 
     def _tokenized(self, pieces):
         """Return (ids (n,), the characters of each (n, 2)) of a text in pieces, as from _pieces."""
         ids, offsets, start = [], [], 0
         for i, text in enumerate(pieces):
             encoding = self.tokenizer.encoding(text, i % 2 == 0)
-            ids.append(np.array(encoding.ids, np.uint32))
-            offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + start)
+            ids += encoding.ids
+            offsets.append(np.array(encoding.offsets, int).reshape(-1, 2) + start)
             start += len(text)
-        return np.concatenate(ids), np.concatenate(offsets)
+        return np.array(ids, np.uint32), np.concatenate(offsets)
 
     def _answers(self, messages, texts, written):
         """Return [(start, end of the words, end of the turn)] in the text of messages of each answer to be
@@ -533,41 +512,39 @@ class Examples:
         text, what the template marks as generated. An answer whose thoughts the template removes is learned
         only where it removes those of all. Raises DataError where a call is not whole."""
         whole, clean, generated = texts
-        spans, are_bare, before = [], [], 0
+        full, bare, before = [], [], 0
         last_words = '' if is_target(messages[-1]) else messages[-1]['content'].strip()
         after = whole.rfind(last_words, written[-1][1])
         limits = [*(start for start, _ in written[1:]), after if after >= 0 else len(whole)]
         for message, (start, end), limit in zip(filter(is_target, messages), written, limits):
-            stop = self._stop(clean, end, limit)
-            # to the stop, if the template writes one, or to the end of what it marks
-            last = stop.end() if stop else max([end, *(to for first, to in generated if first < end)])
+            # to the stop, if the template writes one, or to the end of what it marks and of the text's blanks
+            stop = self.marks.search(clean, end, limit)
+            if stop and self.tokenizer.library.token_to_id(stop[0]) in self.tokenizer.stops:
+                last = stop.end()
+            else:
+                stop, last = None, max([end, *(to for first, to in generated if first < end)])
+                last = last if whole[last:].strip() else len(whole)
             check_calls(message, whole[start:last], has_end=stop or generated)
             content = message['content'].strip()
             if content and whole.endswith(content, before, end):      # with its thoughts
                 start = end - len(content)
             start = self._beginning(clean, before, start, is_call=not words_of(message))
-            spans.append((start, end, last))
-            thought = words_beside_answer(message)
-            is_written = any(text and text in whole[start:end] for text in (THOUGHT, thought))
-            are_bare.append(bool(thought or THOUGHT in content) and not is_written)
+            (bare if lacks_thought(message, whole[start:end]) else full).append((start, end, last))
             before = end
-        return spans if all(are_bare) else [span for span, bare in zip(spans, are_bare) if not bare]
+        return full or bare
 
     def _beginning(self, clean, before, start, is_call):
         """Return where an answer begins in the text `clean`, whose words, or the name of whose call, begin at
         `start`: behind the header, which is behind `before`. A header may go on, as by <think>, where the
         text does not. Raises DataError where the beginning of a call is not to be seen."""
-        if self.header:
-            opening = (self.special.search(self.header) or [self.header])[0]
-            begin = clean.rfind(opening, before, start)
-            return start if begin < 0 else begin + len(
-                os.path.commonprefix([self.header, clean[begin:start]]))
-        if not is_call:
+        if not (self.header or is_call):
             return before + len(clean[before:start].rstrip(' '))
-        begin = clean.rfind(self.call_opening or TEXT, before, start)
-        if begin < 0:
+        begin = clean.rfind(self.opening or TEXT, before, start)
+        if begin >= 0:
+            return begin + len(os.path.commonprefix([self.header, clean[begin:start]]))
+        if not self.header:
             raise DataError('the chat template does not show where a call begins')
-        return begin
+        return start
 
 
 def special_in(text, tokenizer):
@@ -578,11 +555,6 @@ def special_in(text, tokenizer):
     turn = tokenizer.marks.search(text)
     remedy = ': a chat is to be in `messages`' * bool(turn)
     return [f'hold the text {(turn or found)[0]}, which is taken as text{remedy}']
-
-
-def without_special(pieces):
-    """Return the text of pieces, as from _pieces, with dots for the text of each special token."""
-    return ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
 
 
 def check_calls(message, text, has_end):
@@ -624,6 +596,13 @@ def words_beside_answer(message):
     return whole_characters(words.strip())
 
 
+def lacks_thought(message, text):
+    """Return whether an answer has a thought, of which `text`, what the template writes of it, has nothing."""
+    thought = words_beside_answer(message)
+    is_written = THOUGHT in text or thought and thought in text
+    return bool(thought or THOUGHT in message['content']) and not is_written
+
+
 def marked_answer(message, begin, end):
     """Return a message with two marks around its words, which are the end of its content, or, where it has
     none, around the name of its first tool call."""
@@ -638,17 +617,15 @@ def marked_answer(message, begin, end):
 def in_form(message, nothing, is_text):
     """Return a message with its calls in a form, of which a template writes one or more. nothing: what stands
     for no words beside them, '' or None. is_text: whether arguments are JSON text, not an object."""
-    calls = message.get('tool_calls')
-    if not calls:
+    if not message.get('tool_calls'):
         return message
-    written = []
-    for call in calls:
-        function = dict(call['function'])
+    message = copy.deepcopy(message)
+    message['content'] = message['content'] or nothing
+    for call in message['tool_calls']:
+        function = call['function']
         if is_text and not isinstance(function['arguments'], str):
             function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
-        written.append({**call, 'function': function})
-    content = message['content'] or nothing
-    return {**message, 'content': content, 'tool_calls': written}
+    return message
 
 
 def marked_text(value, pattern):
@@ -670,13 +647,11 @@ def ready(config):
     one has its examples prepared; a resumed one has them all. Ends the process where preparing fails."""
     resume, checkpoints = config['resume'], glob.glob('*.pt', root_dir=config['checkpoint_dir'])
     if not resume or resume == 'auto' and not checkpoints:
-        name = config['init_from']
-        if not is_pretrained(name):
-            path = files.checkpoint_of(name)
-            beside = dirname(path) or '.'
-            if 'tokenizer' not in config.given and isfile(path) and identity_of_folder(beside):
-                config['tokenizer'] = beside
-                config.given.add('tokenizer')
+        path = files.checkpoint_of(config['init_from'])
+        beside = dirname(path) or '.'
+        if 'tokenizer' not in config.given and isfile(path) and identity_of_folder(beside):
+            config['tokenizer'] = beside
+            config.given.add('tokenizer')
         of_examples = prepare_examples(config)
         if of_examples and not (config['lora_rank'] or config.layers[0] or 'max_lr' in config.given):
             say_once(f'settings  max_lr={config["max_lr"]:g} is for pre-training: config/finetune.py, as a '
