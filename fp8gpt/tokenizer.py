@@ -157,15 +157,13 @@ class PretrainedTokenizer:
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
         self.chat_template = one_template(self.hf.chat_template)
-        special = [each.content for each in self.hf.added_tokens_decoder.values() if each.special]
-        self.special = _any_of(special)
         bos, ends = self._read_ends(known)
         self.eot = ends[0]
         self.start = (bos or ends)[0]
         text = self.library.encode(self.library.id_to_token(self.eot))      # a text that any vocabulary has
         added = [*text.special_tokens_mask, 0]      # by the post-processor of the file
         self.prefix = self.opening = tuple(text.ids[:added.index(0)])
-        self._read_turns(ends, special)
+        self._read_turns(ends)
         self.closing = () if {*self.opening} & {*self.stops} else (self.eot,)
 
     def _read_ends(self, known):
@@ -184,9 +182,9 @@ class PretrainedTokenizer:
                             'generation_config.json must name one that tokenizer.json has')
         return _ids(known, bos), ends
 
-    def _read_turns(self, ends, special):
+    def _read_turns(self, ends):
         """Set `stops`: EOS and the token that the chat template writes after an answer, `turn_end`, which may
-        be another; and `marks`, a pattern of these and of all tokens that it writes around turns. These
+        be another; `marks`, a pattern of these and of all tokens that it writes around turns; `special`. These
         become special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a
         base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
@@ -201,10 +199,12 @@ class PretrainedTokenizer:
         self.stops = tuple(dict.fromkeys(ends))
         around = {*_any_of(added).findall(text), *map(self.library.id_to_token, ends)}
         around -= {'<think>', '</think>'}
-        for token in map(added.get, (around & added.keys()) - {*special}):
-            token.special = True
-            self.library.add_special_tokens([token])
-        self.special, self.marks = _any_of([*special, *around]), _any_of(around)
+        for token in added.values():
+            if token.content in around and not token.special:
+                token.special = True
+                self.library.add_special_tokens([token])
+        special = {token.content for token in added.values() if token.special}
+        self.special, self.marks = _any_of(special | around), _any_of(around)
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint32. special: encode its special tokens as such, which a chat
@@ -232,15 +232,18 @@ class PretrainedTokenizer:
         text that they continue; without them, Llama 2's first word loses its space."""
         # tokenizers' DecodeStream fails where bytes of a character are followed by no more of it
         seen, begin, end = [*before], 0, len(before)    # seen[:end] is out; seen[begin:end], its last part
+
+        def rest():
+            return self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
         for i in ids:
             seen.append(i)
-            text, part = self.decode(seen[begin:]), ''
-            if not text.endswith('\ufffd'):
-                part = text[len(self.decode(seen[begin:end])):]
+            part = rest()
+            if part.endswith('\ufffd'):
+                part = ''
             if part:
                 begin, end = end, len(seen)
             yield part
-        yield self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
+        yield rest()
 
     def save(self, folder):
         """Copy the tokenizer's files into a folder, with all stops as eos_token_id in generation_config.json.
