@@ -71,9 +71,6 @@ READ = {'role', 'content', 'tool_calls', 'id', 'name', 'tool_call_id', *FLAGS, *
 ENDLESS = ('have answers that the template ends by no token, so a model does not learn to stop: name a '
            '--tokenizer whose tokens the template writes')
 NO_JSON = 'have calls whose arguments are no JSON, as they may be cut off, and are learned as they are'
-OTHER_BEGINNING = ('have answers that do not begin by {!r}, which the template writes before each answer of '
-                   'a chat')
-NOT_AS_THEY_ARE = 'have thoughts or other messages that the chat template does not write as they are'
 TEXT, WORDS = '\ufdd0', '\ufdd1'      # marks: they are no characters, and in no text
 
 
@@ -121,7 +118,7 @@ def of_pair(row, columns):
     beside = [row.get(name) for name in ('input', 'context') if name not in columns]
     prompt = '\n\n'.join(filter(None, map(as_text, (prompt, *beside))))
     history = from_json(row.get('history')) or []
-    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+    if not (is_list_of(history, list) and all(len(turn) == 2 for turn in history)):
         raise DataError('its history is no list of [prompt, answer]')
     turns = [*history, (prompt, row.get(columns[1]))]       # a text of JSON, too, as it is
     return [message for turn in turns for message in pair(*map(as_text, turn))]
@@ -144,7 +141,7 @@ def tools_of(row):
     those of OpenAI's Responses have the type beside the name. Raises DataError where they are none."""
     # nulls are parquet's in objects, and the user's in JSON text
     tools = from_json(without_nulls(row.get('tools'))) or []
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if not is_list_of(tools, dict):
         raise DataError('its tools are no list of objects')
     wrapped = []
     for tool in tools:
@@ -186,8 +183,13 @@ def messages_in(value):
 
 def are_messages(value):
     """Return whether a value is a list of messages in OpenAI's form."""
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in value)
+    return is_list_of(value, dict) and value != [] and all(
+        {'role', 'content'} <= each.keys() for each in value)
+
+
+def is_list_of(value, kind):
+    """Return whether a value is a list whose entries are of a kind, a type."""
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def without_nulls(value):
@@ -199,7 +201,7 @@ def without_nulls(value):
 
 def in_turn(entries):
     """Return the entries of a conversation; texts, as LIMA's, are the user's and the assistant's in turn."""
-    if all(isinstance(entry, str) for entry in entries):
+    if is_list_of(entries, str):
         return [{'role': role, 'content': text}
                 for role, text in zip(itertools.cycle(('user', 'assistant')), entries)]
     return entries
@@ -294,14 +296,14 @@ class Examples:
     of the rows, one of COLUMNS."""
 
     def __init__(self, tokenizer, template, began, columns=('messages',)):
-        self.tokenizer, self.columns, self.template, self.header = tokenizer, columns, '', ''
+        self.tokenizer, self.columns, self.template = tokenizer, columns, ''
         if template == PLAIN:
             return
         self.special, self.marks = tokenizer.special, tokenizer.marks
         now = datetime.datetime.fromtimestamp(began)
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
-        self.opening, self.call_form = '', CALL_FORMS[0]
+        self.header, self.opening, self.call_form = '', '', CALL_FORMS[0]
         with contextlib.suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')
             question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
@@ -393,7 +395,8 @@ class Examples:
             'have answers that the template does not mark, which are no targets': n_marked < len(learned),
             ENDLESS: n_stops < n_marked,
             'hold the text of a special token, which is taken as text': len(pieces) > 1,
-            OTHER_BEGINNING.format(self.header):
+            f'have answers that do not begin by {self.header!r}, which the template writes before each '
+            'answer of a chat':
                 not all(clean[:start].endswith(self.header) for start, *_ in learned),
             **self._notes(messages, tools, whole, are_removed),
         }
@@ -415,7 +418,7 @@ class Examples:
             for start, end in spans:
                 chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
                 first = offsets[chosen.argmax(), 0]
-                if first < start and self.special.match(clean, first):      # Phi-3's takes the blanks behind it
+                if first < start and self.special.match(clean, first):      # Phi-3's has the blanks behind it
                     chosen[chosen.argmax()] = False
                 mask[chosen] = TARGET
                 n_bytes += len(self.special.sub('', clean[start:end]).encode())
@@ -431,7 +434,8 @@ class Examples:
         with contextlib.suppress(DataError):    # of a template that wants tools
             is_same = tools and self.render(messages) == whole
         return {
-            NOT_AS_THEY_ARE: any(words_beside_answer(message) not in whole for message in shown),
+            'have thoughts or other messages that the chat template does not write as they are':
+                any(words_beside_answer(message) not in whole for message in shown),
             'have tools that the chat template does not write': is_same,
             **{f'have messages with {key:.40}, which is not read':
                 not re.search(rf'\b{re.escape(key)}\b', self.template)
@@ -449,7 +453,7 @@ class Examples:
         """Return the text of messages. prompt: whether it ends with the header of an answer."""
         return self._rendered(messages, None, prompt)[0]
 
-    def _rendered(self, messages, tools, prompt=False):
+    def _rendered(self, messages, tools, prompt):
         """Return (text, [(start, end)] of what the template marks as generated). Raises DataError where the
         template refuses the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -597,7 +601,7 @@ def words_beside_answer(message):
 
 
 def lacks_thought(message, text):
-    """Return whether an answer has a thought, of which `text`, what the template writes of it, has nothing."""
+    """Return whether an answer has a thought that `text`, what the template writes of the answer, lacks."""
     thought = words_beside_answer(message)
     is_written = THOUGHT in text or thought and thought in text
     return bool(thought or THOUGHT in message['content']) and not is_written

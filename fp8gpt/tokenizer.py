@@ -184,9 +184,9 @@ class PretrainedTokenizer:
 
     def _read_turns(self, ends):
         """Set `stops`: EOS and the token that the chat template writes after an answer, `turn_end`, which may
-        be another; `marks`, a pattern of these and of all tokens that it writes around turns; `special`. These
-        become special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens adds to a
-        base model."""
+        be another; `marks`, a pattern of these and of all tokens that it writes around turns; and `special`.
+        All of these are special: DeepSeek's <｜User｜> is an ordinary added token, and so is what add_tokens
+        adds to a base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         for messages in [{'role': 'system', 'content': 'Be brief.'}, *chat], chat:      # some refuse it
             with contextlib.suppress(Exception):    # of any kind, as a stranger has made it
