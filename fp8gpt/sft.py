@@ -114,7 +114,7 @@ def of_pair(row, columns):
     if are_messages(prompt) and not isinstance(answer, list):       # Nemotron's, whose answer is a text
         answer = [{'role': 'assistant', 'content': answer}]
     if isinstance(prompt, list) and isinstance(answer, list):       # TRL's conversational pairs
-        return joined([*of_prompt(prompt), *answer])
+        return joined(answer, of_prompt(prompt))
     beside = [row.get(name) for name in ('input', 'context') if name not in columns]
     prompt = '\n\n'.join(filter(None, map(as_text, (prompt, *beside))))
     history = from_json(row.get('history')) or []
@@ -213,9 +213,10 @@ def messages_of(entry):
     return conversation(entry, columns)[0] if len(columns) > 1 else [message_of(entry)]
 
 
-def joined(entries):
-    """Return the messages of the entries of a conversation. A call alone belongs to the answer before it."""
-    messages = []
+def joined(entries, before=()):
+    """Return the messages `before` and those of the entries of a conversation. A call alone belongs to the
+    answer before it."""
+    messages = [*before]
     for entry in entries:
         found, last = messages_of(entry), messages[-1] if messages else {}
         is_call = str(entry.get('role') or entry.get('from')).lower() in CALLS
@@ -229,7 +230,7 @@ def joined(entries):
 
 def of_prompt(entries):
     """Return the messages of a prompt, whose answers are not to be learned unless a flag says so."""
-    return [{**each, 'weight': 0} if each['role'] == 'assistant' and not flags_of(each) else each
+    return [{'weight': 0, **each} if each['role'] == 'assistant' and not flags_of(each) else each
             for each in joined(entries)]
 
 

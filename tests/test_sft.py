@@ -584,6 +584,15 @@ def test_answers_in_a_prompt_of_messages_are_no_targets(chat_folder):
         assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in wanted]
 
 
+def test_a_call_has_the_same_arguments_in_a_prompt_as_in_messages():
+    """A null of a text of JSON is the user's, not parquet's."""
+    call = {'type': 'function', 'function': {'name': 'weather', 'arguments': '{"city": null}'}}
+    chat = [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [call], 'train': True}, CHAT[2]]
+    whole, _ = sft.conversation({'messages': chat}, ['messages'])
+    halves, _ = sft.conversation({'prompt': chat[:2], 'completion': chat[2:]}, ['prompt', 'completion'])
+    assert halves == whole and whole[1]['tool_calls'][0]['function']['arguments'] == {'city': None}
+
+
 # ------------------------------------------------------------------------------- prepare_data.py
 
 def stored(folder, split):
