@@ -624,12 +624,12 @@ def in_form(message, nothing, is_text):
     for no words beside them, '' or None. is_text: whether arguments are JSON text, not an object."""
     if not message.get('tool_calls'):
         return message
-    message = copy.deepcopy(message)
-    message['content'] = message['content'] or nothing
-    for call in message['tool_calls']:
-        function = call['function']
-        if is_text and not isinstance(function['arguments'], str):
-            function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
+    message = {**message, 'content': message['content'] or nothing}
+    if is_text:
+        message = copy.deepcopy(message)
+        for function in (call['function'] for call in message['tool_calls']):
+            if not isinstance(function['arguments'], str):
+                function['arguments'] = json.dumps(function['arguments'], ensure_ascii=False)
     return message
 
 
