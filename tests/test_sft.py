@@ -473,6 +473,10 @@ def test_the_forms_of_messages_say_the_same():
         ({'input': 'a', 'output': 'b', 'context': 'c'}, ['input', 'output'], sft.pair('a\n\nc', 'b')),
         ({'question': 'a', 'response': 'b', 'system_prompt': 's'}, ['question', 'response'],    # OpenOrca's
          [system, ask, answer]),
+        *((dict(zip(columns, 'ab'), kind='sum'), columns, [ask, answer]) for columns in (
+            # of MetaMathQA, MATH, FLAN, AceReason, Firefly
+            ['query', 'response'], ['problem', 'solution'], ['inputs', 'targets'], ['input', 'output'],
+            ['input', 'target'])),
         ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
          [{'role': 'user', 'content': 'a\n\nc'}, answer]),
         (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
@@ -488,7 +492,7 @@ def test_the_forms_of_messages_say_the_same():
         ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
         ({'instruction': 'a', 'output': 'b', 'history': 'null'}, alpaca, [ask, answer]),
     ):
-        assert sft.conversation(row, columns) == (wanted, None)
+        assert (sft.columns_of(row), sft.conversation(row, columns)) == (columns, (wanted, None))
     for history in 7, [['q']], [{'role': 'user', 'content': 'q'}]:
         with pytest.raises(DataError, match='its history is no list'):
             sft.conversation(full | {'history': history}, alpaca)
@@ -684,20 +688,6 @@ def test_names_for_columns_are_said_with_the_tokenizer_of_a_base_model(tmp_path)
     base = make_tokenizer(tmp_path / 'base')
     code, said = refused_here('mine', f'--data_files={rows}', f'--tokenizer={base}')
     assert code == 2 and 'article, highlights' in said and f'are to be called {sft.FORMS}' in said
-
-
-@pytest.mark.parametrize('columns', [       # of MetaMathQA, MATH, FLAN, AceReason, Firefly
-    ('query', 'response'), ('problem', 'solution'), ('inputs', 'targets'), ('input', 'output'),
-    ('input', 'target')])
-def test_the_names_of_well_known_datasets_make_examples(tmp_path, columns):
-    rows = [dict(zip(columns, (f'Add {i}.', f'{i} it is')), kind='sum') for i in range(30)]
-    said = prepare_here('mine', f'--data_files={written(tmp_path / "a.jsonl", rows)}', '--tokenizer=byte',
-                        f'--data_dir={tmp_path}')
-    assert 'columns that are not used: kind\n' in said
-    texts = [ByteTokenizer().decode(ids[:-1].tolist())
-             for split in ('train', 'val') for ids, _ in stored(tmp_path / 'mine-byte', split)]
-    assert sorted(texts) == sorted(sft.PLAIN.format(prompt=f'Add {i}.', completion=f'{i} it is')
-                                   for i in range(30))
 
 
 def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
