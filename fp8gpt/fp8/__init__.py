@@ -103,6 +103,11 @@ class Choice:
         return self.backend != 'off'
 
     @property
+    def about(self):
+        """Return what each of its linears says of itself."""
+        return self.recipe, self.format, self.backend
+
+    @property
     def eager(self):
         """Return why a model with its linears is not compiled, or ''."""
         return BACKENDS.get(self.backend, Backend).eager.get(self.recipe, '')
@@ -455,8 +460,7 @@ def summary(model, choice):
     if not choice.on or len(plain) == len(found):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
     line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
-    said = [getattr(module, 'about', ours) for module in fp8_linears(model).values()]
+    said = [getattr(module, 'about', choice.about) for module in fp8_linears(model).values()]
     line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in said))
     line += choice.instead
     if plain:
@@ -530,7 +534,7 @@ class WeightCache:
             for linear in self.linears:
                 if has_weight(linear) and not linear.is_cast():
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
-                    update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
+                    update_amax(linear.amax, weight=cast_weight(linear, scale))
 
 
 def has_weight(module):
@@ -595,9 +599,9 @@ class State:
                                   f'they are called {", ".join(names[:4])}, ...')
         self.model, self.choice, self.group = model, choice, group
         self.steps, self.divisor = 0, 1
-        linears, ours = fp8_linears(model), (choice.recipe, choice.format, choice.backend)
+        linears = fp8_linears(model)
         for name, module in linears.items():
-            if getattr(module, 'about', ours) != ours:
+            if getattr(module, 'about', choice.about) != choice.about:  # te's and torchao's say nothing
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
         linears = linears if RECIPES[choice.recipe].delayed else {}
@@ -606,7 +610,7 @@ class State:
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
-                layer.start(layer.arithmetic, True, layer.about)
+                layer.start(layer.arithmetic, layer.about)
         shape = choice.options.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device='cpu')    # until the first step
         if choice.on:

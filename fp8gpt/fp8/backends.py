@@ -128,22 +128,18 @@ class Emulate(Backend):
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
-        made, *how = self.kind(choice)
-        return made(in_features, out_features, bias, *how)
+        linear = nn.Linear(in_features, out_features, bias)
+        self.adopt(choice, linear)
+        return linear
 
     def adopt(self, choice, linear):
         """Make an nn.Linear an FP8 linear: hooks, other names and parameters stay as they are."""
-        linear.__class__, *how = self.kind(choice)
-        linear.start(*how)
-
-    def kind(self, choice):
-        """Return (the class of a choice's linears, the arguments of Fp8Linear.start)."""
         made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.options.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
-        about = choice.recipe, choice.format, choice.backend
-        return made, Arithmetic(kinds, self.mm), RECIPES[choice.recipe].delayed, about
+        linear.__class__ = made
+        linear.start(Arithmetic(kinds, self.mm), choice.about)
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
