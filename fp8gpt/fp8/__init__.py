@@ -153,15 +153,14 @@ def choose(options, place):
         raise OptionError('choose takes fp8.Options(...) and fp8.Place(device, tokens=...)')
     check_options(options)
     request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
-    if first == 'off' or request and not options.use_fp8:
+    if first == 'off' or not options.use_fp8:
         return OFF
     if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
         first = 'native' if place.compiling else 'te'
     backends = sorted(AUTO, key=lambda name: name != first) if request else [first]
-    wanted = options.recipe.removeprefix(FIRST)
-    recipes = [wanted] if wanted == options.recipe else [wanted, 'auto']
+    wanted, *others = reversed(options.recipe.split(':'))      # of 'auto:mxfp8', mxfp8 and then auto
     problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
-    for recipe, name in itertools.product(recipes, backends):
+    for recipe, name in itertools.product([wanted, *others], backends):
         choice = Choice.of(replace(options, recipe=recipe), name, place)
         try:
             if request and place.device.type != 'cuda':
@@ -186,27 +185,27 @@ def choose(options, place):
 def check_options(options):
     """Raise OptionError for a backend, recipe, format or kernels that do not exist, for values of another
     type, for numbers out of range, and for settings that contradict each other."""
-    known = {
-        'backend': (FIRST + 'te', *BACKENDS, 'off'),
-        'recipe': (FIRST + 'mxfp8', *RECIPES),
-        'format': FORMATS,
-        'kernels': ('inductor', 'triton'),
-    }
-    for name, names in known.items():
-        value = getattr(options, name)
-        if value != 'auto' and value not in names:
-            raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
     if not (isinstance(options.keep, tuple) and all(isinstance(name, str) for name in options.keep)):
         raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
     for field in fields(Options):
         value = getattr(options, field.name)
-        if type(value) is not field.type and (field.type, type(value)) != (float, int):
+        as_good = type(value) is field.type or field.type is float and type(value) is int
+        if not as_good and field.type is not str:   # a str is one of those below
             raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    numbers = {'margin': range(17), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
-    for name, allowed in numbers.items():
-        value = getattr(options, name)
+    known = {
+        'backend': ('auto', FIRST + 'te', *BACKENDS, 'off'),
+        'recipe': ('auto', FIRST + 'mxfp8', *RECIPES),
+        'format': ('auto', *FORMATS),
+        'kernels': ('auto', 'inductor', 'triton'),
+        'margin': range(17),
+        'interval': range(1, 2**31),
+        'amax_history': range(1, 2**31),
+    }
+    for name, allowed in known.items():
+        value, numbers = getattr(options, name), isinstance(allowed, range)
         if value not in allowed:
-            raise OptionError(f'fp8_{name} is from {allowed[0]} to {allowed[-1]}, not {value}')
+            choices = f'from {allowed[0]} to {allowed[-1]}' if numbers else f'one of {", ".join(allowed)}'
+            raise OptionError(f'fp8_{name} is {choices}, not {value!r}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
@@ -455,14 +454,14 @@ def fp8_share(model):
 
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
-    found, others = reasons(model), bf16_summary(model)
-    plain = [name or 'the model' for name, reason in found.items() if reason]
-    if not choice.on or len(plain) == len(found):
+    found, linears, others = reasons(model), fp8_linears(model), bf16_summary(model)
+    if not (choice.on and linears):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
-    line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    said = [getattr(module, 'about', choice.about) for module in fp8_linears(model).values()]
+    line = f'FP8 Training Enabled: {len(linears)} of {len(found)} linears, '
+    said = [getattr(module, 'about', choice.about) for module in linears.values()]
     line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in said))
     line += choice.instead
+    plain = [name or 'the model' for name in found if name not in linears]
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
