@@ -63,7 +63,7 @@ class Options:
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them."""
         settings = {name.removeprefix('fp8_'): value for name, value in settings.items()}
-        values = {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
+        values = {name: settings.get(name, usual) for name, usual in vars(cls()).items()}
         keep = (name.strip() for name in settings.get('keep', '').split(','))
         return cls(**{**values, 'keep': tuple(filter(None, keep))})
 
@@ -103,6 +103,11 @@ class Choice:
         return self.backend != 'off'
 
     @property
+    def implementation(self):
+        """Return its Backend: one that does nothing without FP8."""
+        return BACKENDS[self.backend] if self.on else Backend()
+
+    @property
     def about(self):
         """Return what each of its linears says of itself."""
         return self.recipe, self.format, self.backend
@@ -110,7 +115,7 @@ class Choice:
     @property
     def eager(self):
         """Return why a model with its linears is not compiled, or ''."""
-        return BACKENDS.get(self.backend, Backend).eager.get(self.recipe, '')
+        return self.implementation.eager.get(self.recipe, '')
 
     @property
     def ran(self):
@@ -267,7 +272,7 @@ def why_bf16(choice, name, in_features, out_features):
     if name == HEAD:
         if not choice.options.head:
             return 'the output head decides the loss, and stays bf16'
-        if not hasattr(BACKENDS[choice.backend], 'head'):
+        if not hasattr(choice.implementation, 'head'):
             return f'{choice.backend} has no output head in FP8'
         if choice.options.lora_rank:
             return 'it is frozen by lora_rank, and an output head in FP8 must train'
@@ -291,7 +296,7 @@ def matches(name, pattern):
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
-    return BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
+    return choice.implementation.linear(choice, in_features, out_features, bias)
 
 
 def linear_factory(choice, base):
@@ -303,12 +308,12 @@ def linear_factory(choice, base):
         if reason:
             module = base(in_features, out_features, bias=bias, name=name)
         elif name == HEAD:
-            module = BACKENDS[choice.backend].head(choice, in_features, out_features)
+            module = choice.implementation.head(choice, in_features, out_features)
         else:
             module = make_linear(choice, in_features, out_features, bias)
         module.bf16_reason, module.plain = reason, base.plain
         return module
-    if choice.on and choice.kernels == 'triton':
+    if choice.kernels == 'triton':
         from .kernels import kernel_norm    # late: Triton takes a while to import
         factory.norm = kernel_norm
     return factory
@@ -325,16 +330,17 @@ def convert(model, choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     outputs = output_layers(model)
-    adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
+    adopt = getattr(choice.implementation, 'adopt', None)
     names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
-        reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
             named = HEAD if name in outputs else name
-            reason = why_bf16(choice, named, module.in_features, module.out_features)
-        elif not matrices(module):
+            reason = (why_bf16(choice, named, module.in_features, module.out_features)
+                      or why_not_converted(module, name, None if adopt else names))
+        elif matrices(module):
+            reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
+        else:
             continue
-        reason = reason or why_not_converted(module, name, None if adopt else names)
         if reason is None and adopt:
             adopt(choice, module)
         elif reason is None:
@@ -412,7 +418,7 @@ def output_layers(model):
 
 def checkpointer(choice):
     """Return GPT's `checkpoint`, a function that recomputes a block in backward; None, where torch's does."""
-    return BACKENDS.get(choice.backend, Backend).checkpoint
+    return choice.implementation.checkpoint
 
 
 def reasons(model):
@@ -612,8 +618,7 @@ class State:
                 layer.start(layer.arithmetic, layer.about)
         shape = choice.options.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device='cpu')    # until the first step
-        if choice.on:
-            BACKENDS[choice.backend].attach(model, choice)
+        choice.implementation.attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
 
     def calibrate(self, run):
