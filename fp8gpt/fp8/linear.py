@@ -64,11 +64,10 @@ FORMATS = {  # of a linear's input, weight and gradient
 
 class Recipe(NamedTuple):
     """Says which values share a scale. activation: the block of x and dy; weight: of W; weight_dgrad: of W^T.
-    """
+    Where x has several scales, all of a recipe's are powers of two."""
     activation: tuple = TENSOR
     weight: tuple = TENSOR
     weight_dgrad: tuple = TENSOR
-    power_of_two: bool = False      # scales are powers of two
     fp8_wgrad: bool = True          # dW is multiplied in FP8; else in bf16
     delayed: bool = False           # scales come from earlier steps
     multiple: int = 16              # of tokens and features
@@ -80,14 +79,12 @@ RECIPES = {
     'tensorwise': Recipe(),
     'delayed': Recipe(delayed=True),
     # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
-    'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
-    'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
+    'rowwise': Recipe(ROW, ROW, ROW, format='e4m3'),
+    'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, fp8_wgrad=False, format='e4m3'),
     # the blocks of DeepSeek-V3 (2024, section 3.3); its own scales are not powers of two, ours are
-    'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
-                        format='e4m3'),
+    'blockwise': Recipe((1, 128), (128, 128), (128, 128), multiple=128, capability=(9, 0), format='e4m3'),
     # OCP MX 2023; scales rounded as in Mishra et al. 2025
-    'mxfp8': Recipe((1, 32), (1, 32), (1, 32), power_of_two=True, multiple=32, capability=(10, 0),
-                    format='e4m3'),
+    'mxfp8': Recipe((1, 32), (1, 32), (1, 32), multiple=32, capability=(10, 0), format='e4m3'),
 }
 
 
@@ -213,7 +210,7 @@ def quantizers(recipe, format, margin=0):
     """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
     since there is no product of e5m2 and e5m2."""
     recipe, (of_input, of_weight, of_grad) = RECIPES[recipe], FORMATS[format]
-    quantizer = functools.partial(Quantizer, power_of_two=recipe.power_of_two, margin=margin)
+    quantizer = functools.partial(Quantizer, power_of_two=recipe.activation != TENSOR, margin=margin)
     return Quantizers(
         x=quantizer(of_input, recipe.activation),
         w=quantizer(of_weight, recipe.weight),
