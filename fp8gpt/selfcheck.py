@@ -9,7 +9,6 @@ import torch
 
 from fp8gpt import distributed, fp8, graphs
 from fp8gpt.fp8 import health
-from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.run import micro_steps
 from model import GPT, Linear
 
@@ -34,7 +33,7 @@ def choose_precision(run, world_size=1):
         distributed.check_alike({'FP8': choice.ran or 'off'})
         run.compiled = compiled and (config['compile_model'] == 'on' or not choice.eager)
         if choice.on and run.device.type == 'cuda':
-            sample, backend = sample_of(run, compiled, world_size), BACKENDS[choice.backend]
+            sample, backend = sample_of(run, compiled, world_size), choice.implementation
             choice, lines = health.self_check(sample, choice, options.orders)
             backend.forget()
             gc.collect()        # a compiled model is a cycle, and holds a gigabyte until one is looked for

@@ -354,21 +354,25 @@ def test_a_state_ends_with_its_conversion(before, after):
     second.after_step()
 
 
-def test_a_state_of_a_part_ends_with_a_conversion_of_the_whole():
-    model = nn.Sequential(stack(), stack())
-    choice, state = in_fp8(model[0])
-    fp8.convert(model, choice)
-    with pytest.raises(RuntimeError, match='was converted anew .*: make another'):
-        state.after_step()
-
-
-def test_a_state_ends_where_a_layer_comes_late():
-    model = stack()
-    choice, state = in_fp8(model, recipe='delayed')
-    state.calibrate(lambda: model(torch.ones(16, 64)).sum().backward())
+def append_converted(model, choice):
     late = stack()
     fp8.convert(late, choice)
-    model.append(late)
+    model[0].append(late)
+
+
+@pytest.mark.parametrize('change', [
+    fp8.convert, append_converted,
+    lambda model, choice: fp8.convert(model[0][2:], fp8.OFF),
+    lambda model, choice: fp8.convert(model[0][2:], on_a_cpu('native', 'tensorwise')),
+], ids=['whole', 'late', 'part in bf16', 'part otherwise'])
+@pytest.mark.parametrize('of_part', [True, False], ids=['of a part', 'of the whole'])
+def test_a_state_ends_where_its_layers_change(of_part, change):
+    model, choice = nn.Sequential(stack()), on_a_cpu('native', 'delayed')
+    fp8.convert(model, choice)
+    state = fp8.State(model[0] if of_part else model, choice)
+    with pytest.warns(UserWarning, match='saw no training pass'):      # no backward: gradients have no scale
+        state.calibrate(lambda: model(torch.randn(32, 64)))
+    change(model, choice)
     with pytest.raises(RuntimeError, match='got other layers since this State was made: make another'):
         state.after_step()
 
@@ -420,6 +424,8 @@ def test_mistakes_with_a_model_are_refused_in_words():
     with pytest.raises(fp8.OptionError, match='^0 is in FP8 by another choice, tensorwise, hybrid, native'):
         fp8.State(model, on_a_cpu('native', 'delayed'))     # whose scales would be 1 for ever
     assert fp8.summary(stack(), choice) == 'FP8 Training Off: no linear was converted'
+    with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
+        fp8.choose(fp8.Options(), 'cpu')
     with pytest.raises(fp8.OptionError, match='what fp8.choose'):
         fp8.convert(stack(), fp8.Options(backend='native'))
     pruned = nn.Parameter(torch.randn(32, 64))      # an nn.Linear goes by its weight, not by out_features
@@ -740,20 +746,6 @@ def test_a_parametrized_weight_is_computed_once_a_forward():
         with fp8.paused() if paused else contextlib.nullcontext():
             model(torch.randn(32, 64))
         assert len(seen) == 1
-
-
-def test_a_state_of_a_part_that_was_converted_anew_is_refused():
-    model, choice = nn.Sequential(stack(), stack()), on_a_cpu('native', 'delayed')
-    fp8.convert(model, choice)
-    state = fp8.State(model, choice)
-    with pytest.warns(UserWarning, match='saw no training pass'):      # no backward: gradients have no scale
-        state.calibrate(lambda: model(torch.randn(32, 64)))
-    for other in fp8.OFF, on_a_cpu('native', 'tensorwise'):
-        fp8.convert(model[1], other)
-        with pytest.raises(RuntimeError, match='make another'):
-            state.after_step()
-    with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
-        fp8.choose(fp8.Options(), 'cpu')
 
 
 @pytest.mark.filterwarnings('ignore:.*nested:UserWarning')

@@ -63,7 +63,7 @@ class Options:
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them."""
         settings = {name.removeprefix('fp8_'): value for name, value in settings.items()}
-        values = {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
+        values = {name: settings.get(name, usual) for name, usual in vars(cls()).items()}
         keep = (name.strip() for name in settings.get('keep', '').split(','))
         return cls(**{**values, 'keep': tuple(filter(None, keep))})
 
@@ -103,9 +103,19 @@ class Choice:
         return self.backend != 'off'
 
     @property
+    def implementation(self):
+        """Return its Backend: one that does nothing without FP8."""
+        return BACKENDS[self.backend] if self.on else Backend()
+
+    @property
+    def about(self):
+        """Return what each of its linears says of itself."""
+        return self.recipe, self.format, self.backend
+
+    @property
     def eager(self):
         """Return why a model with its linears is not compiled, or ''."""
-        return BACKENDS.get(self.backend, Backend).eager.get(self.recipe, '')
+        return self.implementation.eager.get(self.recipe, '')
 
     @property
     def ran(self):
@@ -148,15 +158,14 @@ def choose(options, place):
         raise OptionError('choose takes fp8.Options(...) and fp8.Place(device, tokens=...)')
     check_options(options)
     request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
-    if first == 'off' or request and not options.use_fp8:
+    if first == 'off' or not options.use_fp8:
         return OFF
     if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
         first = 'native' if place.compiling else 'te'
     backends = sorted(AUTO, key=lambda name: name != first) if request else [first]
-    wanted = options.recipe.removeprefix(FIRST)
-    recipes = [wanted] if wanted == options.recipe else [wanted, 'auto']
+    wanted, *others = reversed(options.recipe.split(':'))      # of 'auto:mxfp8', mxfp8 and then auto
     problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
-    for recipe, name in itertools.product(recipes, backends):
+    for recipe, name in itertools.product([wanted, *others], backends):
         choice = Choice.of(replace(options, recipe=recipe), name, place)
         try:
             if request and place.device.type != 'cuda':
@@ -181,27 +190,27 @@ def choose(options, place):
 def check_options(options):
     """Raise OptionError for a backend, recipe, format or kernels that do not exist, for values of another
     type, for numbers out of range, and for settings that contradict each other."""
-    known = {
-        'backend': (FIRST + 'te', *BACKENDS, 'off'),
-        'recipe': (FIRST + 'mxfp8', *RECIPES),
-        'format': FORMATS,
-        'kernels': ('inductor', 'triton'),
-    }
-    for name, names in known.items():
-        value = getattr(options, name)
-        if value != 'auto' and value not in names:
-            raise OptionError(f'fp8_{name} is one of {", ".join(("auto", *names))}, not {value!r}')
     if not (isinstance(options.keep, tuple) and all(isinstance(name, str) for name in options.keep)):
         raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
     for field in fields(Options):
         value = getattr(options, field.name)
-        if type(value) is not field.type and (field.type, type(value)) != (float, int):
+        as_good = type(value) is field.type or field.type is float and type(value) is int
+        if not as_good and field.type is not str:   # a str is one of those below
             raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    numbers = {'margin': range(17), 'interval': range(1, 2**31), 'amax_history': range(1, 2**31)}
-    for name, allowed in numbers.items():
-        value = getattr(options, name)
+    known = {
+        'backend': ('auto', FIRST + 'te', *BACKENDS, 'off'),
+        'recipe': ('auto', FIRST + 'mxfp8', *RECIPES),
+        'format': ('auto', *FORMATS),
+        'kernels': ('auto', 'inductor', 'triton'),
+        'margin': range(17),
+        'interval': range(1, 2**31),
+        'amax_history': range(1, 2**31),
+    }
+    for name, allowed in known.items():
+        value, numbers = getattr(options, name), isinstance(allowed, range)
         if value not in allowed:
-            raise OptionError(f'fp8_{name} is from {allowed[0]} to {allowed[-1]}, not {value}')
+            choices = f'from {allowed[0]} to {allowed[-1]}' if numbers else f'one of {", ".join(allowed)}'
+            raise OptionError(f'fp8_{name} is {choices}, not {value!r}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
@@ -263,7 +272,7 @@ def why_bf16(choice, name, in_features, out_features):
     if name == HEAD:
         if not choice.options.head:
             return 'the output head decides the loss, and stays bf16'
-        if not hasattr(BACKENDS[choice.backend], 'head'):
+        if not hasattr(choice.implementation, 'head'):
             return f'{choice.backend} has no output head in FP8'
         if choice.options.lora_rank:
             return 'it is frozen by lora_rank, and an output head in FP8 must train'
@@ -287,7 +296,7 @@ def matches(name, pattern):
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
-    return BACKENDS[choice.backend].linear(choice, in_features, out_features, bias)
+    return choice.implementation.linear(choice, in_features, out_features, bias)
 
 
 def linear_factory(choice, base):
@@ -299,12 +308,12 @@ def linear_factory(choice, base):
         if reason:
             module = base(in_features, out_features, bias=bias, name=name)
         elif name == HEAD:
-            module = BACKENDS[choice.backend].head(choice, in_features, out_features)
+            module = choice.implementation.head(choice, in_features, out_features)
         else:
             module = make_linear(choice, in_features, out_features, bias)
         module.bf16_reason, module.plain = reason, base.plain
         return module
-    if choice.on and choice.kernels == 'triton':
+    if choice.kernels == 'triton':
         from .kernels import kernel_norm    # late: Triton takes a while to import
         factory.norm = kernel_norm
     return factory
@@ -321,16 +330,17 @@ def convert(model, choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     outputs = output_layers(model)
-    adopt = getattr(BACKENDS.get(choice.backend), 'adopt', None)
+    adopt = getattr(choice.implementation, 'adopt', None)
     names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
-        reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         if type(module) is nn.Linear:
             named = HEAD if name in outputs else name
-            reason = why_bf16(choice, named, module.in_features, module.out_features)
-        elif not matrices(module):
+            reason = (why_bf16(choice, named, module.in_features, module.out_features)
+                      or why_not_converted(module, name, None if adopt else names))
+        elif matrices(module):
+            reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
+        else:
             continue
-        reason = reason or why_not_converted(module, name, None if adopt else names)
         if reason is None and adopt:
             adopt(choice, module)
         elif reason is None:
@@ -408,7 +418,7 @@ def output_layers(model):
 
 def checkpointer(choice):
     """Return GPT's `checkpoint`, a function that recomputes a block in backward; None, where torch's does."""
-    return BACKENDS.get(choice.backend, Backend).checkpoint
+    return choice.implementation.checkpoint
 
 
 def reasons(model):
@@ -450,15 +460,14 @@ def fp8_share(model):
 
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
-    found, others = reasons(model), bf16_summary(model)
-    plain = [name or 'the model' for name, reason in found.items() if reason]
-    if not choice.on or len(plain) == len(found):
+    found, linears, others = reasons(model), fp8_linears(model), bf16_summary(model)
+    if not (choice.on and linears):
         return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
-    line = f'FP8 Training Enabled: {len(found) - len(plain)} of {len(found)} linears, '
-    ours = choice.recipe, choice.format, choice.backend     # te's and torchao's linears say nothing
-    said = [getattr(module, 'about', ours) for module in fp8_linears(model).values()]
+    line = f'FP8 Training Enabled: {len(linears)} of {len(found)} linears, '
+    said = [getattr(module, 'about', choice.about) for module in linears.values()]
     line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in said))
     line += choice.instead
+    plain = [name or 'the model' for name in found if name not in linears]
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
@@ -530,7 +539,7 @@ class WeightCache:
             for linear in self.linears:
                 if has_weight(linear) and not linear.is_cast():
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
-                    update_amax(linear.amax, {WEIGHT: cast_weight(linear, scale)})
+                    update_amax(linear.amax, weight=cast_weight(linear, scale))
 
 
 def has_weight(module):
@@ -595,9 +604,9 @@ class State:
                                   f'they are called {", ".join(names[:4])}, ...')
         self.model, self.choice, self.group = model, choice, group
         self.steps, self.divisor = 0, 1
-        linears, ours = fp8_linears(model), (choice.recipe, choice.format, choice.backend)
+        linears = fp8_linears(model)
         for name, module in linears.items():
-            if getattr(module, 'about', ours) != ours:
+            if getattr(module, 'about', choice.about) != choice.about:  # te's and torchao's say nothing
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
         linears = linears if RECIPES[choice.recipe].delayed else {}
@@ -606,11 +615,10 @@ class State:
         self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
-                layer.start(layer.arithmetic, True, layer.about)
+                layer.start(layer.arithmetic, layer.about)
         shape = choice.options.amax_history, len(self.layers), 3
         self.history = torch.zeros(shape, dtype=torch.float32, device='cpu')    # until the first step
-        if choice.on:
-            BACKENDS[choice.backend].attach(model, choice)
+        choice.implementation.attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
 
     def calibrate(self, run):

@@ -68,10 +68,9 @@ def output_and_gradients(module, inputs, dy=None):
     return [y.detach(), *torch.autograd.grad(y, with_gradient, dy)]
 
 
-def distance(found, expected):
-    """Return the largest |a - b| / |b| of pairs of tensors, 0-dim; NaN or inf where a value is not finite."""
-    errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected)]
-    return torch.stack(errors).max()
+def distances(found, expected):
+    """Return |a - b| / |b| of pairs of tensors, in one; NaN or inf where a value is not finite."""
+    return torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected)])
 
 
 def in_one_line(error):
@@ -115,7 +114,7 @@ def trial(backend, choice, device):
                 options = dataclasses.replace(choice.options, margin=0)
                 linear = backend.linear(dataclasses.replace(choice, options=options), 256, 256, False)
             linear.load_state_dict(plain.state_dict())
-            error = distance(*(output_and_gradients(each, [x]) for each in (linear, plain)))
+            error = distances(*(output_and_gradients(each, [x]) for each in (linear, plain))).max()
         return '' if error < 0.1 else f'is off by {error:.0%} here'
     except Exception as why:  # of others' kernels, a missing one raises anything
         return f'failed here: {in_one_line(why)}'
@@ -128,22 +127,18 @@ class Emulate(Backend):
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
-        made, *how = self.kind(choice)
-        return made(in_features, out_features, bias, *how)
+        linear = nn.Linear(in_features, out_features, bias)
+        self.adopt(choice, linear)
+        return linear
 
     def adopt(self, choice, linear):
         """Make an nn.Linear an FP8 linear: hooks, other names and parameters stay as they are."""
-        linear.__class__, *how = self.kind(choice)
-        linear.start(*how)
-
-    def kind(self, choice):
-        """Return (the class of a choice's linears, the arguments of Fp8Linear.start)."""
         made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.options.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
-        about = choice.recipe, choice.format, choice.backend
-        return made, Arithmetic(kinds, self.mm), RECIPES[choice.recipe].delayed, about
+        linear.__class__ = made
+        linear.start(Arithmetic(kinds, self.mm), choice.about)
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""

@@ -40,7 +40,7 @@ class Fp8HeadNats(Function):
         share = (used - log_sums).exp_().sub_((columns == targets.int()).to(h.dtype))     # fp32
         largest = torch.finfo(E5M2).max
         in_e5m2 = Float8Tensor((share * largest).to(E5M2), share.new_full((1, 1), 1 / largest), TENSOR)
-        dh = mm(in_e5m2, Float8Tensor(*wt[:2], TENSOR), h.dtype)                      # (M, V) (C, V)^T
+        dh = mm(in_e5m2, wt, h.dtype)                                                 # (M, V) (C, V)^T
         ctx.save_for_backward(dh, share.to(h.dtype).t() @ h)                          # (V, M) (M, C)
         ctx.weight_dtype = weight.dtype
         return nats.sum()

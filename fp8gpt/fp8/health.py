@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch.linalg import vector_norm
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace
-from .backends import distance, in_one_line, output_and_gradients
+from .backends import distances, in_one_line, output_and_gradients
 from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, falls_back, quantizers
 
 NOT_LOGGED = {'layer', 'tensor', 'format', 'badness', 'verdict'}     # of a row: the rest is figures
 CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
 BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
+LOOKED_AT = 'input', 'weight', 'grad'   # by linear.py's INPUT, WEIGHT and GRAD, as Quantizers begin
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
 
 
@@ -67,24 +68,25 @@ def cast_health(model, choice, run):
     model, in FP8."""
     usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
-    def look(layer, tensor, x, quantizer, scale):
-        row = {'layer': layer, 'tensor': tensor, 'format': 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'}
-        row = judge(row | tensor_health(x, quantizer, scale))
-        rows[layer, tensor] = worst_rows([row, rows.get((layer, tensor), row)])[0]
+    def watch(layer, module, arguments, named, y):
+        kinds = module.arithmetic.quantizers if layer == HEAD else usual
+        scales = getattr(module, 'scale', None)
 
-    def watch(name, module, arguments, named, y):
-        kind = module.arithmetic.quantizers if name == HEAD else usual
-        scale = getattr(module, 'scale', None)
-        if scale is None:
-            scale = None, None, None
+        def look(index, x):
+            tensor, quantizer = LOOKED_AT[index], kinds[index]
+            figures = tensor_health(x, quantizer, None if scales is None else scales[index])
+            format = 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'
+            row = judge({'layer': layer, 'tensor': tensor, 'format': format, **figures})
+            rows[layer, tensor] = worst_rows([row, rows.get((layer, tensor), row)])[0]
+
         x = arguments[0] if arguments else named['input']
-        if falls_back(x, max(16, kind.x.block[1])):     # nothing was cast
+        if falls_back(x, max(16, kinds.x.block[1])):    # nothing was cast
             return
-        look(name, 'input', x, kind.x, scale[INPUT])
+        look(INPUT, x)
         if module.weight is not None:  # a frozen weight is there as its cast alone
-            look(name, 'weight', module.weight, kind.w, scale[WEIGHT])
+            look(WEIGHT, module.weight)
         if y.requires_grad and y.dim():  # the head's y is the loss
-            y.register_hook(lambda dy: look(name, 'grad', dy, kind.dy, scale[GRAD]))
+            y.register_hook(functools.partial(look, GRAD))
 
     with contextlib.ExitStack() as hooks:
         for name, module in fp8_linears(model).items():
@@ -111,11 +113,11 @@ def worst_rows(rows):
     return sorted(rows, key=lambda row: -row['badness'])
 
 
-def few_tokens(x, y, examples=None):
+def few_tokens(x, *others):
     """Return the first sequences of a micro-batch, each (B, T) or None, of EAGER_TOKENS together; all of them
     if T is not a multiple of every recipe's multiple."""
     rows = max(1, EAGER_TOKENS // x.shape[1]) if x.shape[1] % 128 == 0 else len(x)
-    return x[:rows], y[:rows], None if examples is None else examples[:rows]
+    return [None if each is None else each[:rows] for each in (x, *others)]
 
 
 def health_lines(rows):
@@ -222,7 +224,7 @@ class Sample:
         plain, part = (self.build(each, 1).get_submodule(name) for each in choices)
         part.load_state_dict(plain.state_dict())
         # an eager pass takes more memory than the run's own, several times as much with an FP8 head
-        what, inputs = 'block', few_tokens(*self.inputs)[:len(self.inputs)]
+        what, inputs = 'block', few_tokens(*self.inputs)
         if name:
             what = f'linear of {part.in_features} -> {part.out_features}'
             x = torch.randn(*inputs[0].shape, part.in_features, device=inputs[0].device)
@@ -230,17 +232,16 @@ class Sample:
         for each, module in zip(choices, (plain, part)):
             state = calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
         state.weight_cache.new_step(self.micro_steps)   # of `part`: it reads kept casts where the run does
-        expected = output_and_gradients(plain, inputs)
+        exact = expected = output_and_gradients(plain, inputs)
+        right = TOLERANCE
+        if not name:
+            in_bf16 = self.build(OFF, 1)
+            in_bf16.load_state_dict(plain.state_dict())
+            exact, right = output_and_gradients(in_bf16, inputs), BLOCK_TOLERANCE
         if self.compiled:
             part.compile(dynamic=False)
-        if name:
-            right, measure = TOLERANCE, lambda found: distance(found, expected)
-        else:
-            exact = self.build(OFF, 1)
-            exact.load_state_dict(plain.state_dict())
-            exact = output_and_gradients(exact, inputs)
-            right, measure = BLOCK_TOLERANCE, lambda found: excess(found, expected, exact)
-        off = torch.stack([measure(output_and_gradients(part, inputs)) for _ in range(PASSES)]).max()
+        passes = [excess(output_and_gradients(part, inputs), expected, exact) for _ in range(PASSES)]
+        off = torch.stack(passes).max()
         torch._dynamo.reset()   # beyond its limit of graphs of one code, the next part would run eagerly
         if off <= right:
             return None
@@ -282,9 +283,8 @@ class Sample:
 
 def excess(found, expected, exact):
     """Return by how much |found - exact| passes 1.5 |expected - exact|, over |exact|, at most among pairs of
-    tensors, 0-dim; NaN where a value is not finite."""
-    far, near = ([distance([a], [b]) for a, b in zip(each, exact)] for each in (found, expected))
-    return (torch.stack(far) - 1.5 * torch.stack(near)).max()
+    tensors, 0-dim; NaN where a value is not finite. Of a linear, exact is what is expected."""
+    return (distances(found, exact) - 1.5 * distances(expected, exact)).max()
 
 
 def calibrated_state(model, choice, run):

@@ -23,8 +23,10 @@ The GPU's FP8 units want both operands contiguous along the sum, and dimensions 
 no such units: it multiplies the dequantised operands in fp32, of any layout.
 """
 import contextlib
+import functools
 import types
 import warnings
+from collections import ChainMap
 from typing import NamedTuple
 
 import torch
@@ -62,11 +64,10 @@ FORMATS = {  # of a linear's input, weight and gradient
 
 class Recipe(NamedTuple):
     """Says which values share a scale. activation: the block of x and dy; weight: of W; weight_dgrad: of W^T.
-    """
+    Where x has several scales, all of a recipe's are powers of two."""
     activation: tuple = TENSOR
     weight: tuple = TENSOR
     weight_dgrad: tuple = TENSOR
-    power_of_two: bool = False      # scales are powers of two
     fp8_wgrad: bool = True          # dW is multiplied in FP8; else in bf16
     delayed: bool = False           # scales come from earlier steps
     multiple: int = 16              # of tokens and features
@@ -78,14 +79,12 @@ RECIPES = {
     'tensorwise': Recipe(),
     'delayed': Recipe(delayed=True),
     # torchao's, after Xi et al. 2024; the second is its rowwise_with_gw_hp
-    'rowwise': Recipe(ROW, ROW, ROW, power_of_two=True, format='e4m3'),
-    'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, power_of_two=True, fp8_wgrad=False, format='e4m3'),
+    'rowwise': Recipe(ROW, ROW, ROW, format='e4m3'),
+    'rowwise_gw_hp': Recipe(ROW, ROW, TENSOR, fp8_wgrad=False, format='e4m3'),
     # the blocks of DeepSeek-V3 (2024, section 3.3); its own scales are not powers of two, ours are
-    'blockwise': Recipe((1, 128), (128, 128), (128, 128), power_of_two=True, multiple=128, capability=(9, 0),
-                        format='e4m3'),
+    'blockwise': Recipe((1, 128), (128, 128), (128, 128), multiple=128, capability=(9, 0), format='e4m3'),
     # OCP MX 2023; scales rounded as in Mishra et al. 2025
-    'mxfp8': Recipe((1, 32), (1, 32), (1, 32), power_of_two=True, multiple=32, capability=(10, 0),
-                    format='e4m3'),
+    'mxfp8': Recipe((1, 32), (1, 32), (1, 32), multiple=32, capability=(10, 0), format='e4m3'),
 }
 
 
@@ -211,10 +210,7 @@ def quantizers(recipe, format, margin=0):
     """Return the Quantizers of a recipe and a format, by name. e5m2's wgrad takes the activation in e4m3,
     since there is no product of e5m2 and e5m2."""
     recipe, (of_input, of_weight, of_grad) = RECIPES[recipe], FORMATS[format]
-
-    def quantizer(dtype, block):
-        return Quantizer(dtype, block, recipe.power_of_two, margin)
-
+    quantizer = functools.partial(Quantizer, power_of_two=recipe.activation != TENSOR, margin=margin)
     return Quantizers(
         x=quantizer(of_input, recipe.activation),
         w=quantizer(of_weight, recipe.weight),
@@ -289,14 +285,14 @@ class Arithmetic(NamedTuple):
 INPUT, WEIGHT, GRAD = range(3)      # of delayed scaling's amaxes and scales
 
 
-def update_amax(running, amaxes):
-    """Take amaxes, index -> 0-dim tensor or None, into delayed scaling's running maxima (3,), if there
-    are any. As they are maxima, recomputation in backward changes nothing. They are detached, since an
-    exported graph runs what autograd does not see here."""
+def update_amax(running, input=None, weight=None, grad=None):
+    """Take amaxes, 0-dim tensors, into delayed scaling's running maxima (3,), if there are any. As they are
+    maxima, recomputation in backward changes nothing. They are detached, since an exported graph runs what
+    autograd does not see here."""
     if running is not None:
         # a zero for each: Inductor would compute a shared one in a kernel of its own
-        seen = [running.new_zeros(()) if amaxes.get(i) is None else amaxes[i].detach().float()
-                for i in range(3)]
+        seen = [running.new_zeros(()) if amax is None else amax.detach().float()
+                for amax in (input, weight, grad)]
         running.copy_(torch.maximum(running, torch.stack(seen)))
 
 
@@ -341,7 +337,7 @@ class Matmul(torch.autograd.Function):
         # the second of each is transposed, for backward
         x8, xt = q.x.both(x, q.xt, ctx.scale[INPUT])                         # (M, K), (K, M)
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
-        update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
+        update_amax(running, x8.amax, w8.amax)
         trains = ctx.needs_input_grad[1]    # if not, x^T and dy^T are not used, and a compiler drops them
         ctx.frozen = wt.data is None        # then backward makes it of w8
         ctx.save_for_backward(*(w8 if ctx.frozen else wt)[:2], *(xt[:2] if trains else ()))
@@ -354,7 +350,7 @@ class Matmul(torch.autograd.Function):
         refuse_second_derivative()
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
         dy8, dyt = q.dy.both(dy, q.dy if q.xt else None, ctx.scale[GRAD])   # (M, N), (N, M)
-        update_amax(ctx.running, {GRAD: dy8.amax})
+        update_amax(ctx.running, grad=dy8.amax)
         wt = Float8Tensor(wt, wt_scale, q.w.block if ctx.frozen else q.wt.block)
         if ctx.frozen:
             wt = q.wt.transpose_of(wt)
@@ -393,10 +389,7 @@ class set_mode(contextlib.ContextDecorator):
 
     def __exit__(self, *error):
         entered.remove(self)
-        attributes = {**USUAL}
-        for each in entered:
-            attributes.update(each.attributes)
-        vars(mode).update(attributes)
+        vars(mode).update(ChainMap(*(each.attributes for each in reversed(entered)), USUAL))
 
 
 def paused():
@@ -436,7 +429,7 @@ def cast_linear(module, x):
 
 
 class Held(NamedTuple):
-    """Holds what `plain` asks of a module, as torch.compile takes it without breaking the graph."""
+    """Holds what `plain` asks of a module; torch.compile takes it without breaking the graph."""
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -447,16 +440,12 @@ class Fp8Linear(nn.Linear):
 
     plain = staticmethod(cast_linear)   # plain(module, x): how it computes in x's dtype
 
-    def __init__(self, in_features, out_features, bias, *how):
-        super().__init__(in_features, out_features, bias)
-        self.start(*how)
-
-    def start(self, arithmetic, delayed, about):
+    def start(self, arithmetic, about):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
         self.cast_of = None     # the weight in WEIGHT_CACHE, its version and where it is
         vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
-        if delayed:     # fp8.State keeps and saves these; a scale is 1 before the first amax
+        if RECIPES[about[0]].delayed:   # fp8.State keeps and saves these; a scale is 1 before the first amax
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
             self.scale = torch.ones_like(self.amax)
 
@@ -486,14 +475,12 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input):
         x = autocast(input)
+        # not RECIPES' `multiple`: a compiled model would look it up, in a guard, before each call
         if falls_back(x, max(16, self.arithmetic.quantizers.x.block[1])):
-            held = self
-            if self._parameters.get('weight') is None:
-                weight = self.weight    # once: a parametrization computes it
-                if weight is None:      # WeightCache has moved it to the host's memory
-                    weight = self.host_weight.to(x.device, non_blocking=True)
-                held = Held(weight, self.bias)
-            return self.plain(held, x)
+            weight = self.weight    # once: a parametrization computes it
+            if weight is None:      # WeightCache has moved it to the host's memory
+                weight = self.host_weight.to(x.device, non_blocking=True)
+            return self.plain(Held(weight, self.bias), x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
         # what is_exporting returns; torch 2.11's Dynamo takes that for True under torch.compile, too
         if torch.compiler._is_exporting_flag:

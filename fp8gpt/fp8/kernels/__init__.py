@@ -101,7 +101,7 @@ class KernelMatmul(Function):
         ctx.weight_dtype, ctx.bias_dtype = (p.dtype if p is not None else None for p in (weight, bias))
         x8, xt, _ = quantise(q.x, how, inputs, ctx.scale[INPUT])
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)
-        update_amax(running, {INPUT: x8.amax, WEIGHT: w8.amax})
+        update_amax(running, x8.amax, w8.amax)
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
         if kernel in ('gelu', 'swiglu'):
             ctx.save_for_backward(*wt[:2], *xt[:2], y)
@@ -118,7 +118,7 @@ class KernelMatmul(Function):
         inputs = [dy, *others] if ctx.how == 'heads' else [dy.flatten(0, -2), *y]
         biased = ctx.bias_dtype is not None
         dy8, dyt, sums = quantise(q.dy, ctx.how, inputs, ctx.scale[GRAD], sums=biased)
-        update_amax(ctx.running, {GRAD: dy8.amax})
+        update_amax(ctx.running, grad=dy8.amax)
         dx = mm(dy8, Float8Tensor(wt, wt_scale, TENSOR), dy.dtype)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
         db = sums.sum(0).to(ctx.bias_dtype) if biased else None
