@@ -7,6 +7,8 @@
 A GPU waits where it computes faster than the host launches: one H100, in FP8, 66 of 294 ms of a step of
 GPT-2 124M (results/gpu/124m.json).
 """
+import contextlib
+
 import torch
 
 from configurator import first_line
@@ -18,15 +20,30 @@ def capture(function, pool=None):
     """Return (replay, what the function returned): replay() does on the GPU what function() launched, at the
     same addresses. function() itself computes nothing here. pool: of memory, which graphs that are replayed
     one after the other may share, in the order in which they were captured."""
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream()
-    if not stream.cuda_stream:      # the default one, which cannot be captured
-        stream = None
-    # by default, a loader's thread that pins memory meanwhile would end the capture
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
-        result = function()
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    current = torch.cuda.current_stream()
+    stream = current if current.cuda_stream else None       # the default one cannot be captured
+    try:
+        # by default, a loader's thread that pins memory meanwhile would end the capture
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
+            result = function()
+    except Exception:
+        torch.cuda.set_stream(current)
+        end_capture(pool)
+        raise
     graph.function = function   # keeps the tensors that it reads: the next capture unmaps what is free
     return graph.replay, result
+
+
+def end_capture(pool):
+    """End, where a capture failed, what torch ends only where it worked: allocations go to `pool` until then
+    and no cache is emptied; and torch 2.11's generators raise for each random number until a capture ends."""
+    with contextlib.suppress(RuntimeError):     # "not currently recording": it has ended
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device)
 
 
 class Replay:
@@ -85,12 +102,16 @@ class Replay:
             if hasattr(self.model, 'require_backward_grad_sync') and left < self.free - left:
                 raise torch.OutOfMemoryError('a micro-step that reduces gradients takes as much again')
         except RuntimeError as error:   # of a library's call that no graph takes, or for lack of memory
-            for p, gradient in zip(self.model.parameters(), before):
-                p.grad = gradient
-            self.on, self.graphs, self.gradients = False, {}, []
-            # FP8's cached casts of weights are of this version, but nothing has computed them
-            torch.autograd.graph.increment_version(self.model.parameters())
-            torch.cuda.empty_cache()
-            self.say(f'WARNING: no CUDA graphs, which is slower where the GPU waits for the host: '
-                     f'{first_line(error)}; --no_cuda_graphs is silent')
-        return self.on
+            why = first_line(error.__context__ or error)    # the end of a broken capture raises, too
+        else:
+            return True
+        # the error held what the capture has made
+        for p, gradient in zip(self.model.parameters(), before):
+            p.grad = gradient
+        self.on, self.graphs, self.gradients = False, {}, []
+        # FP8's cached casts of weights are of this version, but nothing has computed them
+        torch.autograd.graph.increment_version(self.model.parameters())
+        torch.cuda.empty_cache()
+        self.say(f'WARNING: no CUDA graphs, which is slower where the GPU waits for the host: '
+                 f'{why}; --no_cuda_graphs is silent')
+        return False

@@ -26,7 +26,10 @@ class Captures:
     def __call__(self, function, pool):
         self.made += 1
         if self.made in self.fails:
-            raise RuntimeError('operation not permitted when stream is capturing\nsecond line')
+            try:
+                raise ValueError('operation not permitted when stream is capturing\nsecond line')
+            finally:
+                raise RuntimeError('a previous error during capture')
         before = [p.grad for p in self.parameters]
         loss = self.run(function, None)
         gradients = [p.grad if old is None else old for p, old in zip(self.parameters, before)]
@@ -54,7 +57,7 @@ class Captures:
 @pytest.mark.parametrize('handle, captured_in', [(0, None), (7, 7)])
 def test_a_stream_of_ones_own_is_captured(handle, captured_in, monkeypatch):
     """There DDP's gradients are added up. The default stream cannot be captured."""
-    for name in 'CUDAGraph', 'graph', 'current_stream':
+    for name in 'CUDAGraph', 'graph', 'graph_pool_handle', 'current_stream':
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     torch.cuda.current_stream.return_value.cuda_stream = handle
     assert graphs.capture(lambda: 3)[1] == 3
@@ -71,6 +74,7 @@ def test_what_a_graph_reads_lives_as_long_as_its_replay(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'current_stream', mock.MagicMock())
     monkeypatch.setattr(torch.cuda, 'graph', lambda *arguments, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(torch.cuda, 'graph_pool_handle', lambda: (0, 1))
     x = torch.ones(3)
     read = weakref.ref(x)
     replay, _ = graphs.capture(functools.partial(torch.sum, x))
@@ -78,6 +82,38 @@ def test_what_a_graph_reads_lives_as_long_as_its_replay(monkeypatch):
     assert read() is not None
     del replay
     assert read() is None
+
+
+@pytest.mark.parametrize('ended', [False, True])
+def test_a_capture_that_fails_is_ended(ended, monkeypatch):
+    """torch leaves the capture's stream current, the allocator in the graphs' memory, from which nothing is
+    freed, and (2.11) the random generators in a capture; unless the capture itself ended well."""
+    calls = []
+
+    @contextlib.contextmanager
+    def graph(graph, *where, **how):
+        yield
+        calls.append('captured')
+        if where:
+            raise RuntimeError('operation failed due to a previous error during capture')
+
+    def call(name, fails=False):
+        def called(*arguments):
+            calls.append((name, arguments[-1]))
+            if fails:
+                raise RuntimeError('endAllocatePool: not currently recording to mempool_id')
+        return called
+    for name in 'CUDAGraph', 'current_stream':
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, 'graph', graph)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 'cpu')
+    monkeypatch.setattr(torch.cuda, 'set_stream', call('stream'))
+    monkeypatch.setattr(torch._C, '_cuda_endAllocateToPool', call('end', ended), raising=False)
+    monkeypatch.setattr(torch._C, '_cuda_releasePool', call('release'), raising=False)
+    with pytest.raises(RuntimeError, match='a previous error'):
+        graphs.capture(lambda: 3, (0, 1))
+    expected = ['captured', ('stream', torch.cuda.current_stream()), ('end', (0, 1))]
+    assert calls == expected + [('release', (0, 1)), 'captured'] * (not ended)
 
 
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),
