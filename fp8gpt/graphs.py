@@ -94,9 +94,21 @@ class Replay:
     def captured(self, later):
         """Capture one of the two graphs, and return whether that worked."""
         before = [p.grad for p in self.model.parameters()]
+
+        def micro_step():
+            loss = self.forward_backward(*self.held, None, self.n_targets)
+            made = [p for p in outside if p.grad is not None]
+            if made:
+                torch._foreach_copy_([outside[p] for p in made], [p.grad for p in made])
+            for p in made:
+                p.grad = outside[p]
+            return loss
         try:
-            self.graphs[later] = capture(
-                lambda: self.forward_backward(*self.held, None, self.n_targets), self.pool)
+            # In the graphs' memory, the other graph would miss the room of the first one's gradients, and
+            # split what was that of the logits: 14 GB more for GPT-2 124M with 144 sequences of 1,024 tokens
+            outside = {p: torch.empty_like(p) for p in self.model.parameters()
+                       if p.requires_grad and not later}
+            self.graphs[later] = capture(micro_step, self.pool)
             self.gradients = [p.grad for p in self.model.parameters()]
             left, _ = torch.cuda.mem_get_info()
             if hasattr(self.model, 'require_backward_grad_sync') and left < self.free - left:

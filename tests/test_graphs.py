@@ -196,6 +196,27 @@ def test_a_capture_that_fails_costs_no_step_and_is_said_once(fails, monkeypatch)
     assert 'no CUDA graphs' in line and 'not permitted when stream is capturing' in line and '\n' not in line
 
 
+def test_gradients_lie_outside_of_the_graphs_memory(monkeypatch):
+    """The second graph takes that memory as the first one left it: held there, gradients would split the room
+    of larger tensors, and it would ask for more than a step takes."""
+    model, made = torch.nn.Linear(4, 4), []
+
+    def forward_backward(x, y, examples, n_targets):
+        model(x).sum().backward()
+        made.extend(p.grad.data_ptr() for p in model.parameters())
+        return torch.zeros(())
+    monkeypatch.setattr(graphs, 'capture', lambda function, pool: (print, function()))
+    for name in ('empty_cache', 'graph_pool_handle'):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100, 141))
+    replay = graphs.Replay(forward_backward, model, True, print)
+    replay.steps = graphs.EAGER_STEPS
+    replay(0, torch.ones(2, 4), torch.ones(2), None, 2.0)
+    kept = [p.grad for p in model.parameters()]
+    assert not {gradient.data_ptr() for gradient in kept} & {*made}
+    assert torch.equal(kept[0], torch.full((4, 4), 2.0)) and torch.equal(kept[1], torch.full((4,), 2.0))
+
+
 def test_casts_of_a_capture_that_fails_are_not_read(monkeypatch):
     """They lie where the capture would have computed them, and nothing has."""
     choice = fp8.choose(fp8.Options(backend='emulate'), fp8.Place('cpu', tokens=32))
