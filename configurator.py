@@ -250,7 +250,8 @@ def say_once(*lines):
 
 def first_line(error):
     """Return the first line of an exception's text, at most 300 characters of it."""
-    return (str(error).splitlines() or [''])[0][:300] or type(error).__name__
+    text = str(error).partition(' Of the allocated memory')[0]      # torch's goes on about its allocator
+    return (text.splitlines() or [''])[0][:300] or type(error).__name__
 
 
 # --------------------------------------------------------------------------------------- a script's settings

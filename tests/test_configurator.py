@@ -450,6 +450,13 @@ FULL = (    # a GPU's memory; torch's own error is another
     'CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call',
     'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
     'Triton Error [CUDA]: out of memory')
+# a GPU's, by torch 2.11
+OF_TORCH = (
+    'CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.19 GiB of which '
+    '16.29 MiB is free. Including non-PyTorch memory, this process has 79.17 GiB memory in use. Of the '
+    'allocated memory 77.16 GiB is allocated by PyTorch, and 1.48 GiB is reserved by PyTorch but unallocated. '
+    'If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True '
+    'to avoid fragmentation. See documentation for Memory Management (https://pytorch.org/docs)')
 
 
 def test_errors_of_libraries_are_one_line():
@@ -460,6 +467,8 @@ def test_errors_of_libraries_are_one_line():
         line, code = error_line(error)
         assert ('\n' in line, code) == (False, 3)
         assert '): in training, halve --batch_size, ' in line
+    line, _ = error_line(torch.OutOfMemoryError(OF_TORCH))
+    assert 'this process has 79.17 GiB memory in use.): in training, ' in line
     line, _ = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
     assert line.startswith('the connection to another rank is lost')
     for error, code in ((fp8_linear.OptionError, 2), (fp8_linear.DeviceError, 1),
