@@ -1,6 +1,6 @@
 """Replays a micro-step as a CUDA graph: the host starts its thousand kernels by one call.
 
-    replay = Replay(forward_backward, model, on=True, say=print)
+    replay = Replay(forward_backward, model, on=True)
     loss = replay(micro_step, x, y, examples, n_targets)    # as forward_backward(x, y, examples, n_targets)
     replay.forget()                                         # before work that wants the memory
 
@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 
-from configurator import first_line
+from configurator import first_line, say_in_run
 
 EAGER_STEPS = 2     # they compile, and make what stays: the optimizer's state, libraries' handles
 
@@ -53,10 +53,11 @@ class Replay:
 
     Two graphs make a step: its first micro-step casts weights and makes gradients, the others add to them.
     Inputs are copied to where the graphs read them; gradients lie where the first graph makes them; weights,
-    FP8's scales and amaxes are changed in place. say: prints why there is no graph where a capture fails."""
+    FP8's scales and amaxes are changed in place. Prints why there is no graph where a
+    capture fails."""
 
-    def __init__(self, forward_backward, model, on, say):
-        self.forward_backward, self.model, self.on, self.say = forward_backward, model, on, say
+    def __init__(self, forward_backward, model, on):
+        self.forward_backward, self.model, self.on = forward_backward, model, on
         self.steps, self.graphs = 0, {}
 
     def forget(self):
@@ -124,6 +125,7 @@ class Replay:
         # FP8's cached casts of weights are of this version, but nothing has computed them
         torch.autograd.graph.increment_version(self.model.parameters())
         torch.cuda.empty_cache()
-        self.say(f'WARNING: no CUDA graphs, which is slower where the GPU waits for the host: '
-                 f'{why}; --no_cuda_graphs is silent')
+        # on whichever rank: all wait for the slowest
+        say_in_run(f'WARNING: no CUDA graphs on {self.held[0].device}, which is slower where it waits for '
+                   f'the host: {why}; --no_cuda_graphs is silent')
         return False

@@ -115,7 +115,7 @@ def training(run, choice, count):
         loss = model(x, y, n_targets=n_targets, examples=examples)
         loss.backward()
         return loss.detach()
-    replay = graphs.Replay(forward_backward, model, config['cuda_graphs'] and compiled, print)
+    replay = graphs.Replay(forward_backward, model, config['cuda_graphs'] and compiled)
 
     def train(steps=STEPS):
         for _ in range(steps):
