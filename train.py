@@ -82,7 +82,7 @@ cuda_graphs = True               # of a compiled run's micro-steps, so that no G
 grad_checkpointing = 'none'      # none | full | >= 1 (every k-th block): what backward computes again
 loss_chunks = 1                  # >= 1, <= 1024: parts of a micro-batch, one part's logits at a time
 sharding_mode = 'ddp'            # ddp | fsdp_full (in parts) | fsdp_grad_op (gathered once a micro-step)
-empty_cache_freq = 0             # >= 0: steps; 0 = off; better: PYTORCH_ALLOC_CONF=expandable_segments:True
+empty_cache_freq = 0             # >= 0: steps between torch.cuda.empty_cache(); 0 = off: segments grow
 seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weights and data order
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.

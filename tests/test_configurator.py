@@ -454,9 +454,10 @@ FULL = (    # a GPU's memory; torch's own error is another
 OF_TORCH = (
     'CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.19 GiB of which '
     '16.29 MiB is free. Including non-PyTorch memory, this process has 79.17 GiB memory in use. Of the '
-    'allocated memory 77.16 GiB is allocated by PyTorch, and 1.48 GiB is reserved by PyTorch but unallocated. '
-    'If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True '
-    'to avoid fragmentation. See documentation for Memory Management (https://pytorch.org/docs)')
+    'allocated memory 77.16 GiB is allocated by PyTorch, and 1.48 GiB is reserved by PyTorch but '
+    'unallocated. If reserved but unallocated memory is large try setting '
+    'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation. See documentation for Memory '
+    'Management (https://pytorch.org/docs)')
 
 
 def test_errors_of_libraries_are_one_line():

@@ -285,8 +285,14 @@ def test_ranks_compute_in_a_stream_of_their_own(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend: None)
+    users = {**distributed.os.environ, 'PYTORCH_CUDA_ALLOC_CONF': 'backend:native'}
+    monkeypatch.setattr(distributed.os, 'environ', users)
     distributed.init()
     assert streams == ['cuda:0', 'own']
+    assert 'PYTORCH_ALLOC_CONF' not in users    # a user's own settings of the allocator are left alone
+    del users['PYTORCH_CUDA_ALLOC_CONF']
+    distributed.init()
+    assert users['PYTORCH_ALLOC_CONF'] == 'expandable_segments:True'
 
 
 def test_a_rank_that_lacks_what_another_has_is_refused(monkeypatch):
