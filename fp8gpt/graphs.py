@@ -42,7 +42,7 @@ def end_capture(pool):
         device = torch.cuda.current_device()
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode='thread_local'):
             torch.zeros(1, device=device)
 
 
@@ -52,9 +52,8 @@ class Replay:
     micro-step in which DDP reduces gradients is not replayed. model: in DDP or not.
 
     Two graphs make a step: its first micro-step casts weights and makes gradients, the others add to them.
-    Inputs are copied to where the graphs read them; gradients lie where the first graph makes them; weights,
-    FP8's scales and amaxes are changed in place. Prints why there is no graph where a
-    capture fails."""
+    Inputs are copied to where the graphs read them; gradients lie where the first graph puts them; weights,
+    FP8's scales and amaxes are changed in place. Where a capture fails, prints why there are no graphs."""
 
     def __init__(self, forward_backward, model, on):
         self.forward_backward, self.model, self.on = forward_backward, model, on
@@ -79,7 +78,7 @@ class Replay:
             self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             self.free, _ = torch.cuda.mem_get_info()
-        # gradients are where the first graph makes them only once it has run in this step
+        # gradients are where the first graph puts them only once it has run in this step
         unlike = later and not self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
         if unlike or later not in self.graphs and not self.captured(later):
             return self.forward_backward(x, y, examples, n_targets)
