@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 from configurator import MachineError, SettingError, first_line, say_in_run
 
-# Of segments that do not grow, those that gradients split are too small for the next micro-step's logits:
-# GPT-2 124M needed 70 GB on an H100 and found no room (torch's allocator, on a stand-in for CUDA)
-ALLOCATOR = 'expandable_segments:True'
 PATIENCE = datetime.timedelta(hours=12)     # with rank 0, where it works alone; others have 30 minutes
 
 
@@ -61,8 +58,10 @@ def init(device='auto'):
         if local_rank >= (gpus := torch.cuda.device_count()):
             raise MachineError(f'LOCAL_RANK={local_rank}, but torch sees {gpus} GPUs here, a rank each: '
                                f'torchrun --nproc_per_node={gpus}')
-        if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:     # the older name of torch's own
-            os.environ.setdefault('PYTORCH_ALLOC_CONF', ALLOCATOR)
+        # Gradients split segments that do not grow, and the next micro-step's logits find none that is large
+        # enough: 160 sequences of GPT-2 124M, 76 GB, were too many for 85 GB
+        if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:     # its older name
+            os.environ.setdefault('PYTORCH_ALLOC_CONF', 'expandable_segments:True')
         device = f'cuda:{local_rank}'
         torch.cuda.set_device(device)
         if world_size > 1:      # DDP keeps to the stream in which it is made; no graph captures the default

@@ -57,7 +57,7 @@ class Replay:
 
     def __init__(self, forward_backward, model, on):
         self.forward_backward, self.model, self.on = forward_backward, model, on
-        self.steps, self.graphs = 0, {}
+        self.steps, self.graphs, self.adds = 0, {}, False
 
     def forget(self):
         """Free the memory of the graphs; the next step captures others. Between steps only."""
@@ -71,6 +71,7 @@ class Replay:
         if not later:
             self.steps, self.begun = self.steps + 1, False
         reduces = getattr(self.model, 'require_backward_grad_sync', False)
+        self.adds |= later and not reduces      # a step has a second graph
         if not self.on or self.steps <= EAGER_STEPS or reduces or examples is not None:
             return self.forward_backward(x, y, examples, n_targets)
         if not self.graphs and not later:
@@ -107,7 +108,7 @@ class Replay:
             # In the graphs' memory, the other graph would miss the room of the first one's gradients, and
             # split what was that of the logits: 14 GB more for GPT-2 124M with 144 sequences of 1,024 tokens
             outside = {p: torch.empty_like(p) for p in self.model.parameters()
-                       if p.requires_grad and not later}
+                       if p.requires_grad and self.adds and not later}
             self.graphs[later] = capture(micro_step, self.pool)
             self.gradients = [p.grad for p in self.model.parameters()]
             left, _ = torch.cuda.mem_get_info()
