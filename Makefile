@@ -27,7 +27,7 @@ shakespeare: .venv/ready
 	$(BIN)/python train_fp8.py config/shakespeare_cpu.py --resume=auto --checkpoint_dir=checkpoints_shakespeare
 	@echo; $(BIN)/python sample.py --ckpt=checkpoints_shakespeare/latest.pt --prompt='JULIET:' --max_new_tokens=300 --temperature=0.6
 
-test: lint
+test: .venv/ready-dev lint
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' tests
 
 test-slow: .venv/ready-dev
@@ -36,13 +36,19 @@ test-slow: .venv/ready-dev
 drill: .venv/ready-dev
 	$(BIN)/python tests/drill.py
 
-lint: .venv/ready-dev
+lint: .venv/bin/ruff
 	$(BIN)/ruff check -q .
 	$(BIN)/python tests/lint.py
 
 install: .venv/ready
 	$(PIP) pytest pytest-xdist pytest-timeout  # for tests/gpu
 	$(if $(GPU),$(PIP) --no-build-isolation -r requirements-te.txt || echo $(WITHOUT_TE),@echo 'no NVIDIA GPU answers: Transformer Engine is left out')
+
+# what the linter needs: no torch, so that it runs under any Python
+.venv/bin/ruff: requirements-dev.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) ruff
+	@touch $@
 
 # TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries.
 .venv/ready: requirements.txt

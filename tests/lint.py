@@ -104,9 +104,31 @@ def listed():
             yield f'docs/reliability.md names {file}::{test}, which does not exist'
 
 
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+          tokenize.ENDMARKER}
+
+
+def code_tokens(text):
+    """Yield (first line, last line) of each token of a source that is no comment, line end or indentation.
+
+    An f-string is one token, as `tokenize` has it before Python 3.12. Since then it is many: an FSTRING_START
+    and an FSTRING_END, with strings, names and other f-strings between them; since 3.14 a t-string likewise.
+    """
+    starts = {getattr(tokenize, name, -1) for name in ('FSTRING_START', 'TSTRING_START')}
+    ends = {getattr(tokenize, name, -1) for name in ('FSTRING_END', 'TSTRING_END')}
+    begun = []      # the first line of each f-string that has not ended: one may stand in another
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        first = token.start[0]
+        if token.type in starts:
+            begun.append(first)
+        elif token.type in ends:
+            first = begun.pop()
+        if not begun and token.type not in SILENT:
+            yield first, token.end[0]
+
+
 def readable():
     """Yield calls with many arguments, and a line about the tokens of a line of code (nanoGPT has 8.9)."""
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     lines, tokens = set(), 0
     for path in CODE:
         text, strings = path.read_text(), set()
@@ -115,9 +137,9 @@ def readable():
                 strings.update(range(node.lineno, node.end_lineno + 1))
             elif isinstance(node, ast.Call) and sum(type(arg) is not ast.Starred for arg in node.args) > 5:
                 yield f'{path.name}:{node.lineno}: more than five arguments by position'
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type not in silent | {tokenize.ENDMARKER} and token.start[0] not in strings:
-                lines.update((path, number) for number in range(token.start[0], token.end[0] + 1))
+        for first, last in code_tokens(text):
+            if first not in strings:
+                lines.update((path, number) for number in range(first, last + 1))
                 tokens += 1
     if tokens > 10 * len(lines):
         yield f'{tokens / len(lines):.1f} tokens a line of code'

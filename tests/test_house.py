@@ -2,7 +2,7 @@
 import ast
 
 import lint
-from conftest import ROOT
+from lint import ROOT
 
 FRAMEWORKS = 'transformer_engine', 'torchao.float8', 'torchao.prototype'
 BELOW_THE_LIBRARY = {'model', 'configurator'}   # the files of the root that fp8gpt/ may import
@@ -43,6 +43,12 @@ def reached(name, ours=OURS):
             found.add(one)
             waiting += ours[one]
     return found
+
+
+def test_an_f_string_is_one_token_under_each_python():
+    source = """x = f'a {b + c!r:>{width}} {f"d {e}"}' 'g'   # h\nif x:\n    y = f'''i\n{j}'''\n"""
+    lines = [(1, 1)] * 4 + [(2, 2)] * 3 + [(3, 3)] * 2 + [(3, 4)]     # x = f'' 'g', if x :, y = f''' '''
+    assert list(lint.code_tokens(source)) == lines
 
 
 def test_no_file_imports_a_file_that_imports_it():

@@ -1,0 +1,189 @@
+"""Scripts' settings are what the library has, and a script that fails ends in one line."""
+import dataclasses
+import io
+import sys
+import threading
+
+import pytest
+import torch
+
+import configurator
+import forked
+import model
+from configurator import error_line, printable, read_script, say
+from conftest import ROOT, environment, losses, refused, run
+from fp8gpt import runlog
+from fp8gpt.fp8 import linear as fp8_linear
+from fp8gpt.fp8.backends import BACKENDS
+from fp8gpt.fp8.linear import FORMATS, RECIPES
+from fp8gpt.run import DTYPES
+
+
+def test_choices_are_what_there_is():
+    tables = {**model.CHOICES, 'dtype': DTYPES, 'fp8_backend': ['auto', 'auto:te', *BACKENDS, 'off'],
+              'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
+    found = read_script(ROOT / 'train_fp8.py').settings
+    assert {name: set(found[name].words) for name in tables} == {name: set(tables[name]) for name in tables}
+    bounds = {name: f'>= {low}, <= {high}' for name, (low, high) in model.LIMITS.items() if name in found}
+    assert {name: found[name].bounds.replace('_', '') for name in bounds} == bounds
+
+
+# command lines of the scripts that argparse reads: what the one line says
+BY_ARGPARSE = {
+    'bench.py': 'required: command',
+    'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
+    'plan.py --resume=latest': 'in place of --resume, --init_from=that checkpoint',
+    'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
+    'plan.py --gpu=v100': "no data sheet of 'v100' here",
+    'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
+    'sweep.py --name=../up': 'names a folder outside of sweeps/',
+    'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
+}
+
+
+def test_argparse_refuses_in_one_line():
+    wrong = {}
+    for line, message in BY_ARGPARSE.items():
+        code, said = refused(*line.split())
+        if code != 2 or message not in said:
+            wrong[line] = code, said
+    assert wrong == {}
+
+
+EDGES = dict(seed=2**63 - 1, num_workers=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
+             beta2=0, grad_clip=0, eval_freq=0, eval_tokens=1, log_freq=1, checkpoint_freq=1,
+             fp8_stats_freq=1, fp8_amax_history=1, fp8_recipe='delayed', fp8_margin=8,
+             grad_checkpointing=10**9)
+
+
+def test_the_edges_train(tiny, tmp_path):
+    words = [f'--{name}={value}' for name, value in EDGES.items()]
+    words += ['--fp8_backend=native', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
+    assert 'done: ' in run('train_fp8.py', *tiny, *words).stdout
+    assert list(losses(tmp_path)) == [1, 2]
+    assert all(loss < 7 for loss in losses(tmp_path).values())
+
+
+# what only a Hugging Face model says
+NO_SETTINGS = {'n_kv_head', 'vocab_size', 'tie_embeddings', 'norm_eps', 'head_dim', 'qkv_bias', 'rope_theta',
+               'rope_factor', 'rope_low', 'rope_high', 'rope_original'}
+
+
+def test_every_other_model_field_is_a_setting():
+    settings = read_script(ROOT / 'train.py').settings
+    fields = {field.name: field.default for field in dataclasses.fields(model.GPTConfig)}
+    assert fields.keys() - settings.keys() == NO_SETTINGS
+    assert [name for name in fields.keys() - NO_SETTINGS if settings[name].default != fields[name]] == []
+
+
+# what a script raises or does: its exit code, how its stderr begins
+ENDS = {
+    'raise SettingError("so")': (2, 'error: so\n'),
+    'raise DataError("so")': (1, 'error: so\n'),
+    r'raise DataError("\x1b]0;owned\x07 b\nerror: c")': (1, r'error: \x1b]0;owned\x07 b\nerror: c'),
+    'open("nowhere/x")': (1, 'error: nowhere/x: No such file or directory\n'),
+    'open("/dev/full", "w").writelines("x" * 10**5)': (1, 'error: No space left on device\n'),
+    'bytearray(10**18)': (3, 'error: out of memory (MemoryError): '),
+    'import os; raise OSError(24, os.strerror(24))':
+        (1, 'error: [Errno 24] Too many open files: raise the limits'),
+    'import os; raise BlockingIOError(11, os.strerror(11))':
+        (1, 'error: [Errno 11] Resource temporarily unavailable: raise the limits'),
+    # a terminal's, which no limit has to do with
+    'raise BlockingIOError(11, "write could not complete without blocking")':
+        (1, 'error: write could not complete without blocking\n'),
+    'raise RuntimeError("can\'t start new thread")': (1, "error: can't start new thread: raise the limits"),
+    'raise RuntimeError("Failed to find C compiler.")': (1, 'error: torch.compile finds no compiler that'),
+    'raise RuntimeError("InvalidCxxCompiler: none")': (1, 'error: torch.compile finds no compiler that'),
+    'import subprocess; raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "-O3"])':
+        (1, 'error: torch.compile finds no compiler that works (Command '),
+    '__import__("os").environ["WORLD_SIZE"] = "two"; raise SettingError("so")': (2, 'error: so\n'),
+    '__import__("signal").raise_signal(2)': (130, '\ninterrupted\n'),
+    # a programmer's mistake keeps its traceback
+    'raise OSError("so")': (1, 'Traceback'),
+    'raise RuntimeError("so")': (1, 'Traceback'),
+}
+
+
+def ended(folder, line, **env):
+    """Return (exit code, stderr) of a script that configures and then runs a line."""
+    script = folder / 'ending.py'
+    script.write_text('from configurator import DataError, SettingError, configure\n'
+                      f'rate = 1.0\nconfig = configure(__file__)\n{line}\n')
+    done = forked.finish([], *forked.start([str(script)], folder, environment(**env)), timeout=240)
+    return done.returncode, done.stderr
+
+
+def test_what_the_system_does_is_one_line(tmp_path):
+    for line, (code, begins) in ENDS.items():
+        found, said = ended(tmp_path, line)
+        assert (line, found, said[:len(begins)]) == (line, code, begins)
+        assert begins == 'Traceback' or said.strip().count('\n') == 0
+    assert ended(tmp_path, 'raise DataError("so")', TRACEBACK='1')[1].startswith('Traceback')
+    spins = 'raise DataError(__import__("os").environ["GOMP_SPINCOUNT"])'
+    assert [ended(tmp_path, spins, **env)[1] for env in ({}, {'GOMP_SPINCOUNT': '7'})] == [
+        'error: 10000\n', 'error: 7\n']
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
+def test_what_a_terminal_cannot_show_is_escaped_and_what_cannot_be_read_replaced(encoding, monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    for name in 'stdout', 'stderr':
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\x81\n'), encoding))
+    configurator.one_line_errors()
+    for stream in sys.stdout, sys.stderr:
+        print('\u0416 caf\udce9', end='', file=stream, flush=True)
+        shown = '\u0416' if encoding == 'utf-8' else '\\u0416'
+        assert stream.buffer.getvalue().decode() == f'{shown} caf\\udce9'
+    assert sys.stdin.readline() == 'caf\ufffd\n'
+    assert printable('\u0416 caf\udce9') == '\u0416 caf\\udce9'     # a prompt that was typed
+
+
+def test_a_strangers_name_prints_no_line_and_no_command_of_its_own(capsys):
+    say('model     x\x1b]0;owned\x07\nerror: \x9b2J', 'a\n          b\tc\r')
+    assert capsys.readouterr().out == (
+        'model     x\\x1b]0;owned\\x07\\nerror: \\x9b2J\na\n          b\tc\\r\n')
+    assert runlog.markdown([{'a': 'x\x1bc\n'}], heading=False) == '| x\\x1bc\\n |'
+
+
+def test_a_closed_terminal_is_an_empty_one(monkeypatch):
+    for name in 'stdin', 'stdout', 'stderr', '__stdin__', '__stdout__', '__stderr__':
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
+    configurator.one_line_errors()
+    sys.stdout.flush()
+    assert not sys.__stderr__.isatty()
+    assert not sys.stdin.read()
+
+
+FULL = (    # a GPU's memory; torch's own error is another
+    'CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call',
+    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+    'Triton Error [CUDA]: out of memory')
+# a GPU's, by torch 2.11
+OF_TORCH = (
+    'CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.19 GiB of which '
+    '16.29 MiB is free. Including non-PyTorch memory, this process has 79.17 GiB memory in use. Of the '
+    'allocated memory 77.16 GiB is allocated by PyTorch, and 1.48 GiB is reserved by PyTorch but '
+    'unallocated. If reserved but unallocated memory is large try setting '
+    'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation. See documentation for Memory '
+    'Management (https://pytorch.org/docs)')
+
+
+def test_errors_of_libraries_are_one_line():
+    with pytest.raises(RuntimeError) as refusal:
+        torch.empty(10**15)
+    of_torch = torch.OutOfMemoryError('no room'), refusal.value
+    for error in (MemoryError('no room'), *of_torch, *map(RuntimeError, FULL)):
+        line, code = error_line(error)
+        assert ('\n' in line, code) == (False, 3)
+        assert '): in training, halve --batch_size, ' in line
+    line, _ = error_line(torch.OutOfMemoryError(OF_TORCH))
+    assert 'this process has 79.17 GiB memory in use.): in training, ' in line
+    line, _ = error_line(RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer'))
+    assert line.startswith('the connection to another rank is lost')
+    for error, code in ((fp8_linear.OptionError, 2), (fp8_linear.DeviceError, 1),
+                        (configurator.MachineError, 1)):
+        assert error_line(error('so')) == ('so', code)
