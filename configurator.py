@@ -46,6 +46,7 @@ import re
 import runpy
 import textwrap
 import threading
+import time
 import types
 import typing
 
@@ -92,6 +93,7 @@ TRANSLATED = {
 RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
     'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 TEXTS = 'prompt', 'system'      # what they begin with names no folder
+STARTED = time.monotonic()      # about when the process began: scripts import this file first
 HERE = os.path.dirname(os.path.realpath(__file__))
 WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
 BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')

@@ -818,20 +818,20 @@ def prepare(config, name, known):
 
 @contextlib.contextmanager
 def locked(data_dir, folder):
-    """Hold the lock on a dataset's folder. At the end, remove the lock's file, and data_dir if that was made
-    for it and has stayed empty."""
+    """Hold the lock on a dataset's folder. At the end, remove data_dir if it was made for the lock and has
+    stayed empty."""
     lock, is_new = join(data_dir, f'.{basename(folder)}.lock'), not exists(data_dir)
     waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    with files.lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
-        for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-            os.remove(old)
-        try:
+    os.makedirs(data_dir, exist_ok=True)
+    try:
+        with files.Lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
+            for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+                os.remove(old)
             yield
-        finally:
-            files.remove(lock)
-            with contextlib.suppress(OSError):
-                if is_new:
-                    os.rmdir(data_dir)
+    finally:
+        with contextlib.suppress(OSError):
+            if is_new:
+                os.rmdir(data_dir)
 
 
 def find_half(config, folder, settings):

@@ -130,6 +130,7 @@ config = pretrained.fine_tuning(__file__, config)  # for a Hugging Face model: i
 if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['dataset']):
     config = sft.ready(config)  # prepares examples that are not prepared yet
 ranks = distributed.init(config['device'])
+lock = distributed.on_rank_0(checkpoint.lock_directory, config)     # before it is chosen what to resume
 run = Run.of(config, ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each global is the value that runs
@@ -226,11 +227,11 @@ if dry_run:
     distributed.leave()
     raise SystemExit
 if ranks.main and not eval_only:
-    lock = checkpoint.start_directory(checkpoint_dir, run.resume_path, step, overwrite)
+    checkpoint.start_directory(checkpoint_dir, lock, run.resume_path, step, overwrite)
     keep_files(run.folder, checkpoint_dir)
-log.open(precision, last_step)
+log.open(precision, last_step, lock)
 run.source = run.resumed = before = None  # frees the checkpoint's memory
-stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'))
+stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), lock)
 
 
 @torch.no_grad()
@@ -280,7 +281,7 @@ def save(best=False, must=False):
         'fp8_state': fp8_state.state_dict(),
     }
     try:
-        checkpoint.save(checkpoint_dir, state, keep_checkpoints, best, schedule.step_to_keep)
+        checkpoint.save(checkpoint_dir, state, keep_checkpoints, best, schedule.step_to_keep, lock=lock)
     except OSError as error:
         if must:
             raise DataError(f'{error}: free or remount the disk; then --resume=latest goes on') from None
@@ -319,8 +320,9 @@ replay = graphs.Replay(forward_backward, ddp_model, replays)
 # steps with gradients that are not finite: in all, in a row, in the longest row
 skips = torch.tensor([skipped, 0.0, 0.0], device=device)
 clock = runlog.Clock(loader)
-stopping = diverged = skipped_in_row >= 3 and step == last_step and not eval_only
-while step < last_step:
+diverged = skipped_in_row >= 3 and step == last_step and not eval_only
+stopping = stop.asked() or diverged
+while step < last_step and not stopping:
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         replay.forget()
         with clock.paused():

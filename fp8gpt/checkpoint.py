@@ -99,21 +99,24 @@ def _links_in(directory):
 
 # ------------------------------------------------------------------------------------------------------- save
 
-def save(directory, state, keep, best=False, before=0):
+def save(directory, state, keep, best=False, before=0, lock=None):
     """Write step_<state['step']>.pt on rank 0, unless it is there (a run reaches a step once), and name it
     latest.pt and, where `best`, best_model.pt, whose loss is state['best_val_loss']. Then remove the oldest
     step files but `keep` (0 = keep all) and the newest up to the step `before`; on a full disk these first.
     All ranks call this, and wait for rank 0. Raises DataError, there, where that makes no room: the newest
-    files are untouched."""
+    files are untouched; and what lock.check raises, before anything is written."""
     if not rank_0s(exists(step_path(directory, state['step']))):
         state = gathered(state)
-    if problem := on_rank_0(functools.partial(_write, directory, state, keep, best=best, before=before)):
+    if problem := on_rank_0(functools.partial(
+            _write, directory, state, keep, best=best, before=before, lock=lock)):
         raise problem
 
 
-def _write(directory, state, keep, best, before):
+def _write(directory, state, keep, best, before, lock):
     """Write and remove what `save` does. Return the OSError that ends this, which the other ranks must not
     wait for."""
+    if lock:
+        lock.check()
     path = step_path(directory, state['step'])
     fill = functools.partial(torch.save, state)
     try:
@@ -382,28 +385,12 @@ def weight_shapes(config):
 
 # ------------------------------------------------------------------------------------------------ a directory
 
-def start_directory(directory, resumed_from, resumed_step, overwrite):
-    """Make the directory and lock it for this run: keep the returned lock.
-
-    resumed_from: path of the checkpoint that the run resumes from, or None. Raises DataError where another
-    run holds the directory, and SettingError where the run would mix with an earlier one's checkpoints: any,
-    for a new run, or later ones than it resumes from. `overwrite` removes those; later ones that are damaged
-    are set aside."""
-    os.makedirs(directory, exist_ok=True)
-    lock = _lock(directory)
-    in_the_way = _in_the_way(directory, resumed_from, resumed_step, overwrite)
-    for path in [*files.temporary_names(join(glob.escape(directory), '*')), *in_the_way]:
-        os.remove(path)
-    current = step_path(directory, resumed_step)
-    if not isfile(join(directory, 'best_model.pt')):
-        files.remove(join(directory, 'best_model.json'))
-    if files.is_in(directory, resumed_from) and isfile(current):
-        _link(current, join(directory, 'latest.pt'))
-    return lock
-
-
-def check_directory(directory, resumed_from, resumed_step, overwrite):
-    """Raise the errors of start_directory before a run compiles for minutes. Creates and removes nothing."""
+def lock_directory(config):
+    """Return the Lock of a run's checkpoint_dir, taken where the folder exists; None for a run that writes
+    nothing. Raises SettingError for a folder that cannot be used, and what Lock.take raises."""
+    directory = config['checkpoint_dir']
+    if config['dry_run'] or config['eval_only']:
+        return None
     if lexists(directory) and not isdir(directory):
         raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
     if not os.access(files.nearest_folder(directory), os.W_OK | os.X_OK):
@@ -412,14 +399,25 @@ def check_directory(directory, resumed_from, resumed_step, overwrite):
     if os.fsencode(directory) != directory.encode(errors='replace'):
         raise SettingError(f'checkpoint_dir={directory} is not UTF-8 here, and torch.load opens no '
                            'such path: name another, or set LC_ALL=C.UTF-8')
-    if exists(directory):
-        with _lock(directory):
-            _in_the_way(directory, resumed_from, resumed_step, overwrite)
+    lock = files.Lock(join(directory, '.lock'),
+                      f'another run is writing to {directory}: give this one another --checkpoint_dir')
+    if isdir(directory):
+        lock.take()
+    return lock
 
 
-def _lock(directory):
-    refusal = f'another run is writing to {directory}: give this one another --checkpoint_dir'
-    return files.lock(join(directory, '.lock'), refusal)
+def start_directory(directory, lock, resumed_from, resumed_step, overwrite):
+    """Make the directory for this run, and take its lock. Raises what check_directory and Lock.take raise."""
+    os.makedirs(directory, exist_ok=True)
+    lock.take()
+    in_the_way = check_directory(directory, resumed_from, resumed_step, overwrite)
+    for path in [*files.temporary_names(join(glob.escape(directory), '*')), *in_the_way]:
+        os.remove(path)
+    current = step_path(directory, resumed_step)
+    if not isfile(join(directory, 'best_model.pt')):
+        files.remove(join(directory, 'best_model.json'))
+    if files.is_in(directory, resumed_from) and isfile(current):
+        _link(current, join(directory, 'latest.pt'))
 
 
 def is_ours(path):
@@ -431,10 +429,12 @@ def is_ours(path):
         return False
 
 
-def _in_the_way(directory, resumed_from, resumed_step, overwrite):
-    """Return the paths of the checkpoints that a run would mix with. Those that are damaged, or that no run
-    of ours wrote, get another name, since the run will write them again. Raises SettingError unless the
-    others may go."""
+def check_directory(directory, resumed_from, resumed_step, overwrite):
+    """Return the paths of the checkpoints that a run would mix with: any, for a new run, or later ones than
+    it resumes from. Those that are damaged, or that no run of ours wrote, get another name, since the run
+    will write them again. Raises SettingError unless `overwrite` says that the others may go.
+
+    resumed_from: path of the checkpoint that the run resumes from, or None."""
     is_resumed = files.is_in(directory, resumed_from)
     if is_resumed:
         what, steps = 'later checkpoints', _all_steps(directory)

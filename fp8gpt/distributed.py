@@ -214,15 +214,18 @@ class Failed(Exception):
 class StopRequest:
     """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, a signal by
     which schedulers warn of a job's end, or a file. A second Ctrl-C interrupts. As signals are the process's,
-    so is the latest StopRequest: see until_asked."""
+    so is the latest StopRequest: see until_asked.
+
+    lock: the files.Lock of the stop_file's folder, on rank 0 of a run that writes."""
     latest = None
     signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
-    def __init__(self, stop_file):
+    def __init__(self, stop_file, lock=None):
         self.stop_file, self.signalled = stop_file, False
         StopRequest.latest = self
-        if is_rank_0() and os.path.exists(stop_file):
+        if lock and os.path.exists(stop_file) and os.path.getmtime(stop_file) < lock.process_start:
             os.remove(stop_file)    # a request to an earlier run, which had ended
+            say_in_run(f'{stop_file} is older than this run: removed')
         for number in self.signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:   # nohup's run goes on
                 signal.signal(number, self._note)

@@ -2,22 +2,23 @@
 import codecs
 import contextlib
 import errno
+import fcntl
 import glob
 import io
 import itertools
 import json
 import os
-import re
 import secrets
+import socket
 import time
+import weakref
 from os.path import dirname, exists, isdir, isfile, join, lexists, samefile
 
-import filelock
-
 from configurator import (  # noqa: F401  files.printable has callers
-    DataError, MissingError, first_line, printable, say)
+    STARTED, DataError, MachineError, MissingError, first_line, printable, say)
 
 PACKED = '.gz', '.zst'      # endings of files that open_bytes unpacks
+SILENT = 600    # seconds after which a requeued run takes a lock that nothing but its file shows to be held
 PART = 2**20    # bytes that text_of decodes at once
 # UTF-32 before UTF-16, whose mark begins it
 MARKS = {codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32', codecs.BOM_UTF16_LE: 'utf-16',
@@ -188,48 +189,107 @@ def read_log(path):
     return records
 
 
-def lock(path, refusal, waits=False):
-    """Hold the lock on a file, which is made where there is none, and return it: a context, to be kept. The
-    system drops it when the process ends, however that is. Raises DataError(refusal) where another process
-    holds it for more than a second: so long may forks of a killed process outlive it. `waits`: for its end.
+class Lock:
+    """The lock of a folder's one writer: a file with a line that names its holder.
 
-    On a disk without flock, the lock is the file itself, with pid and host, which a killed process leaves
-    behind. A lock of another host that is_stale is taken over; for any other, the error names the file."""
-    try:
-        return filelock.FileLock(path).acquire(timeout=1)
-    except filelock.Timeout as timeout:
-        named = re.search('held by (.*), which', str(timeout))     # of another host, on a disk without flock
-    except OSError as error:
-        if error.filename:
-            raise
-        raise DataError(f'{path} cannot be locked ({error.strerror}): take a folder on another disk, or '
-                        'mount this one with locks (NFS: local_lock=flock)') from error
-    if named and is_stale(path):
-        os.remove(path)
-        say(f'{path} was left by {named[1]}, whose run is gone: taken over')
-        return lock(path, refusal, waits)
-    if named:
-        refusal += f'; if {named[1]} is gone, remove {path}'
-    if not waits:
-        raise DataError(refusal)
-    say(f'waiting: {refusal}')
-    return filelock.FileLock(path).acquire()
+    The system's flock says whether the holder lives. On a disk without flock the file itself does: its holder
+    makes and removes it, and a killed process leaves it behind.
+
+    path: of the file. refusal: a line for a second writer, without its end. waits: whether that one waits. A
+    run that SLURM has requeued waits in any case for what is left of its own first start. process_start: once
+    the lock is taken, when this process began, by the clock of the disk."""
+
+    def __init__(self, path, refusal, waits=False):
+        self.path, self.refusal, self.waits = path, refusal, waits
+        self.job = f'SLURM_JOB_ID {os.environ.get("SLURM_JOB_ID")}'
+        process = f'host {socket.gethostname()}, process {os.getpid()}'
+        self.holder = f'{process}, {self.job}, {secrets.token_hex(8)}'
+        self.release, self.is_by_file, self.process_start = None, False, 0.0
+
+    def take(self):
+        """Take the lock, unless it is taken. The system drops it when the process ends, however that is.
+        Raises DataError where another process holds it for more than a second, since forks of a killed
+        process may outlive it so long, and for a file that no Lock has written."""
+        started = changed = time.monotonic()
+        seen, next_line = None, 0
+        while not self.release and not self._try():
+            now, found = time.monotonic(), self._look()
+            if found != seen:
+                seen, changed = found, now
+            requeued = 'SLURM_RESTART_COUNT' in os.environ and f'{self.job},' in found[0]
+            said = self.refusal
+            if self.is_by_file:
+                age = max(0, time.time() - found[1])
+                said += (f'; {self.path} is of {found[0] or "nobody"}, touched {age:.0f} s ago: remove it if '
+                         'that run is dead')
+            if requeued and self.is_by_file and now - changed > SILENT:
+                say(f'{self.path} has not changed for {SILENT} s: taken over')
+                remove(self.path)
+            elif (requeued or self.waits) and now - started >= next_line:
+                say(f'waiting: {said}')
+                next_line += 60
+            elif not (requeued or self.waits) and now - started > 1:
+                raise DataError(said)
+            time.sleep(0.2)
+
+    def _try(self):
+        """Try once to take the lock, and return whether this process holds it."""
+        is_new = True
+        try:
+            file = open(self.path, 'x+')
+        except FileExistsError:
+            is_new, file = False, open(self.path, 'r+', errors='replace')
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))   # it may just be removed
+        except (BlockingIOError, FileNotFoundError):
+            taken = False
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise DataError(f'{self.path} cannot be locked ({error.strerror}): take a folder on another '
+                                'disk') from error
+            taken, self.is_by_file = is_new, True
+        if not 'host '.startswith(file.read()[:5]):
+            raise DataError(f'{self.path} is no lock of ours: remove it if no other program needs it')
+        if not taken:
+            file.close()
+            return False
+        file.truncate(0)
+        file.seek(0)
+        file.write(self.holder)
+        file.flush()
+        self.process_start = os.fstat(file.fileno()).st_mtime - (time.monotonic() - STARTED)
+        self.release = weakref.finalize(self, _release, file, self.holder)
+        return True
+
+    def _look(self):
+        """Return (the line that names the holder, when the file was last touched)."""
+        with contextlib.suppress(FileNotFoundError), open(self.path, errors='replace') as file:
+            return file.readline(), os.fstat(file.fileno()).st_mtime
+        return '', 0.0
+
+    def check(self):
+        """Touch the file, a sign of life. Raises MachineError where it names another holder, or is gone."""
+        with contextlib.suppress(OSError):      # a disk that does not answer says nothing
+            if self._look()[0] == self.holder:
+                return os.utime(self.path)
+            raise MachineError(f'{self.path} is not the lock of this run any more: another run writes to '
+                               'this folder, so this one stops, and saves nothing')
+
+    def __enter__(self):
+        self.take()
+        return self
+
+    def __exit__(self, *error):
+        self.release()
 
 
-def is_stale(path):
-    """Return whether the log beside a run's lock says that the run is gone: SLURM has requeued its job since,
-    as this one, or neither the lock nor the log has changed for an hour."""
-    log = join(dirname(path), 'log.jsonl')
-    starts = [record for record in read_log(log) if isinstance(record.get('time'), float)]
-    if not starts:
-        return False    # a dataset's, or a run that has logged nothing
-    with contextlib.suppress(OSError):
-        locked, job = os.path.getmtime(path), os.environ.get('SLURM_JOB_ID')
-        requeued = job and starts[-1].get('slurm_job_id') == job and (
-            starts[-1].get('slurm_restart_count') != os.environ.get('SLURM_RESTART_COUNT'))
-        silent = time.time() - max(locked, os.path.getmtime(log))
-        return bool(requeued and starts[-1]['time'] > locked) or silent > 3600
-    return False
+def _release(file, holder):
+    """Remove a lock's file, unless it names another holder by now, and close it."""
+    with contextlib.suppress(OSError), open(file.name) as now:
+        if now.readline() == holder:
+            os.remove(file.name)
+    file.close()
 
 
 def set_aside(path, ending, first=''):
@@ -243,7 +303,7 @@ def set_aside(path, ending, first=''):
 
 def is_in(directory, path):
     """Return whether a path is in a directory."""
-    return bool(path) and samefile(dirname(path) or '.', directory)
+    return bool(path) and exists(directory) and samefile(dirname(path) or '.', directory)
 
 
 def nearest_folder(path):

@@ -154,13 +154,13 @@ class RunLog:
         self.first = []     # the lines of intro
         self.last_step, self.since = NEVER, None
         self.val_losses, self.first_loss = [], None     # of this process
-        self.profiler = None
+        self.profiler = self.lock = None
 
-    def open(self, precision, last_step):
+    def open(self, precision, last_step, lock=None):
         """Open the files. A run resumed in its folder loses the log's records of later steps; any other run's
-        log starts empty. last_step: where the run ends."""
+        log starts empty. last_step: where the run ends. lock: the folder's Lock, on rank 0; else None."""
         config, run = self.config, self.run
-        self.last_step = last_step
+        self.last_step, self.lock = last_step, lock
         if config['eval_only'] or not self.main:
             return
         folder, step, records = config['checkpoint_dir'], run.resumed['step'] if run.resumed else 0, []
@@ -248,7 +248,9 @@ class RunLog:
             self.intro(f'WARNING: {name} is not written: {first_line(error)}')
 
     def scalars(self, step, **values):
-        """Record values (`val_loss` is written val/loss) at a step."""
+        """Record values (`val_loss` is written val/loss) at a step. Raises what Lock.check raises."""
+        if self.lock:
+            self.lock.check()
         named = {name.replace('_', '/', 1): value for name, value in values.items()}
         for name, (write, _) in self.writers.items():
             self._attempt(name, write, step, named)
@@ -371,6 +373,8 @@ class RunLog:
             self.profiler.stop()
         for name, (_, close) in self.writers.items():
             self._attempt(name, close)
+        if self.lock:
+            self.lock.release()
 
 
 class Clock:

@@ -5,11 +5,11 @@ import fcntl
 import functools
 import io
 import itertools
-import json
 import os
 import pathlib
 import pickle
 import re
+import socket
 import time
 import zipfile
 from unittest import mock
@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from configurator import DataError, SettingError, UserError
+from configurator import DataError, MachineError, SettingError, UserError
+from conftest import refused
 from damage import replaced, survived
 from fp8gpt import checkpoint, files
 from fp8gpt.checkpoint import find, read, save, start_directory, steps_in, table
@@ -45,8 +46,20 @@ def step_in(path):
 
 def start(folder, resumed_from=None, resumed_step=0, overwrite=False):
     """Start a run in a directory and end it."""
-    with start_directory(folder, resumed_from, resumed_step, overwrite):
-        pass
+    lock = locked(folder)
+    try:
+        start_directory(folder, lock, resumed_from, resumed_step, overwrite)
+    finally:
+        lock.release()
+
+
+def locked(folder):
+    """Return the lock of a folder, held if the folder exists."""
+    return checkpoint.lock_directory({'checkpoint_dir': folder, 'dry_run': False, 'eval_only': False})
+
+
+def lock_file(folder):
+    return pathlib.Path(folder, '.lock')
 
 
 def test_names_links_and_keep(folder, tmp_path):
@@ -103,7 +116,7 @@ def test_a_run_removes_what_a_run_of_ours_wrote_and_nothing_else(folder, tmp_pat
         start(folder)
     start(folder, overwrite=True)
     aside = ['step_000006.pt.damaged', 'step_000007.pt.damaged', 'step_000007.pt.damaged2']
-    assert sorted(os.listdir(folder)) == sorted(['.lock', *others, *aside])
+    assert sorted(os.listdir(folder)) == sorted([*others, *aside])
     assert {(tmp_path / name).read_text() for name in [*others, *aside[:2]]} == {'precious'}
 
 
@@ -112,10 +125,10 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
     (tmp_path / 'dangling').symlink_to('nowhere')
     for name in 'file', 'dangling':
         with pytest.raises(SettingError, match=f'{name} is there and no folder: name another'):
-            checkpoint.check_directory(f'{tmp_path}/{name}', None, 0, False)
+            locked(f'{tmp_path}/{name}')
     with pytest.raises(SettingError, match='is not UTF-8 here'):    # a run would write what nobody can read
-        checkpoint.check_directory(os.fsdecode(b'caf\xe9'), None, 0, False)
-    checkpoint.check_directory(f'{tmp_path}/caf\xe9', None, 0, False)
+        locked(os.fsdecode(b'caf\xe9'))
+    locked(f'{tmp_path}/caf\xe9')
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
@@ -123,9 +136,9 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_run(tmp_path, 
     monkeypatch.setattr(os, 'access', lambda path, mode: not os.path.samefile(path, tmp_path))
     for name in '.', 'new', 'new/er':
         with pytest.raises(SettingError, match='cannot be written .*: name another'):
-            checkpoint.check_directory(os.path.normpath(f'{tmp_path}/{name}'), None, 0, False)
+            locked(os.path.normpath(f'{tmp_path}/{name}'))
     os.mkdir(tmp_path / 'mine')
-    checkpoint.check_directory(f'{tmp_path}/mine/new', None, 0, False)
+    locked(f'{tmp_path}/mine/new')
 
 
 def test_nothing_is_written_through_a_link(folder, tmp_path):
@@ -339,65 +352,158 @@ def test_a_later_file_without_its_step_file_is_protected_too(folder, tmp_path):
     with pytest.raises(UserError, match='later checkpoints, latest.pt'):
         start(folder, f'{folder}/step_000001.pt', 1)
     start(folder, f'{folder}/step_000001.pt', 1, overwrite=True)
-    assert sorted(os.listdir(folder)) == ['.lock', 'latest.pt', 'step_000001.pt']
+    assert sorted(os.listdir(folder)) == ['latest.pt', 'step_000001.pt']
     assert find('auto', folder) == f'{folder}/step_000001.pt'
 
 
-def test_one_run_per_directory(folder):
-    with start_directory(folder, None, 0, False):
-        with pytest.raises(OSError, match='another run is writing'):
-            start(folder)
+# ------------------------------------------------------------------------------------- one writer to a folder
+
+def test_one_run_per_directory(folder, capsys, monkeypatch):
+    """Any other is refused at once, a requeued one of another job, too; the holder's file stays."""
+    with locked(folder) as lock:
+        before = os.stat(lock.path)
+        for job in '', '8':
+            if job:
+                monkeypatch.setenv('SLURM_JOB_ID', job)
+                monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+            with pytest.raises(DataError, match=f'^another run is writing to {folder}: give this one'):
+                locked(folder)
+        assert os.path.samestat(before, os.stat(lock.path)) and lock_file(folder).read_text() == lock.holder
+    assert not lock_file(folder).exists()
     start(folder)
+    assert capsys.readouterr().out == ''
 
 
-def flock_raises(number, monkeypatch):
+def test_a_lock_that_is_no_lock_of_ours_is_named_and_stays(folder):
+    path = lock_file(folder)
+    path.write_text('4242\nnode07\n')      # of another program
+    with pytest.raises(DataError, match=f'{path} is no lock of ours: remove it if'):
+        locked(folder)
+    assert path.read_text() == '4242\nnode07\n'
+    path.write_text('')                     # a killed run's first moment
+    locked(folder).release()
+    path.mkdir()
+    with pytest.raises(OSError) as refusal:     # one line, which names its file itself
+        locked(folder)
+    assert refusal.value.filename == str(path) and path.is_dir()
+
+
+def no_flock(monkeypatch, number=errno.ENOSYS):
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr(fcntl, 'flock', flock)
 
 
-def test_a_disk_whose_locks_fail_is_named_with_a_way_on(folder, monkeypatch):
-    for number in errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO:
-        flock_raises(number, monkeypatch)
-        with pytest.raises(DataError, match=f'{folder}/.lock cannot be locked .*another disk'):
-            start(folder)
-    with pytest.raises(OSError) as refusal:     # which names its file itself
-        files.lock(f'{__file__}/.lock', '')
-    assert refusal.value.filename.startswith(__file__)
+@pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_on_a_disk_without_flock_the_file_is_the_lock(folder, number, monkeypatch):
+    no_flock(monkeypatch, number)
+    with locked(folder) as lock:
+        os.utime(lock.path, (time.time() - 95,) * 2)
+        with pytest.raises(DataError, match=f'{lock.path} is of host {socket.gethostname()}, process '
+                                            rf'{os.getpid()}, .*, touched 9\d s ago: remove it if'):
+            locked(folder)
+        lock.check()
+        assert time.time() - os.stat(lock.path).st_mtime < 9
+    start(folder)
+    lock_file(folder).touch()       # left by a run that was killed while it made the file
+    os.utime(lock_file(folder), (1, 1))
+    with pytest.raises(DataError, match='is of nobody, touched'):
+        locked(folder)
+    no_flock(monkeypatch, errno.EIO)
+    lock_file(folder).unlink()
+    with pytest.raises(DataError, match=f'{folder}/.lock cannot be locked .*another disk'):
+        locked(folder)
 
 
-# the log's last start, seconds between it and the lock, and between the log's last line and now: whether the
-# lock is taken over by job 7 in its second life
-LEFT = [
-    ({'slurm_job_id': '7'}, 60, 60, True),
-    ({'slurm_job_id': '7', 'slurm_restart_count': '1'}, 60, 60, False),     # this very life
-    ({'slurm_job_id': '7'}, -60, 60, False),        # the start before that of the lock
-    ({'slurm_job_id': '6'}, 60, 60, False),
-    ({}, 60, 3500, False),
-    ({}, 60, 3700, True),
-    (None, 60, 9999, False),        # without a log, as a dataset's
-]
+class Hours:
+    """A clock in place of files.time, whose sleep takes no time. events: {seconds: a function that is called
+    then}. ahead: seconds that its wall clock is ahead of the disk's."""
+
+    def __init__(self, events, ahead=0):
+        self.now, self.events, self.ahead = 0.0, events, ahead
+
+    def monotonic(self):
+        return self.now
+
+    def time(self):
+        return time.time() + self.now + self.ahead
+
+    def sleep(self, seconds):
+        self.now += max(seconds, 1)
+        for at in [at for at in self.events if at <= self.now]:
+            self.events.pop(at)()
 
 
-def test_a_lock_that_another_host_left_on_a_disk_without_flock(folder, monkeypatch, capsys):
-    flock_raises(errno.ENOSYS, monkeypatch)
+@pytest.fixture
+def requeued(monkeypatch):
+    """The environment of a job's first start; requeued() makes it the second one's."""
     monkeypatch.setenv('SLURM_JOB_ID', '7')
-    monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
-    for number, (started, after_lock, ago, is_taken) in enumerate(LEFT):
-        path, log, now = f'{folder}/{number}/.lock', f'{folder}/{number}/log.jsonl', time.time()
-        files.write_text(path, '4242\nnode07\n')
-        os.utime(path, (now - 9000, now - 9000) if ago > 3000 else (now - 100, now - 100))
-        if started is not None:
-            locked = os.stat(path).st_mtime
-            files.write_text(log, json.dumps({'step': 0, 'time': locked + after_lock, **started}))
-            os.utime(log, (now - ago, now - ago))
-        assert files.is_stale(path) == is_taken, number
-    with pytest.raises(DataError, match=f'^another run; .*4242 on node07 is gone, remove {path}'):
-        files.lock(path, 'another run')
-    path = f'{folder}/0/.lock'
-    with files.lock(path, 'another run'), pytest.raises(DataError, match='^another run$'):
-        files.lock(path, 'another run')     # of this process, which is there
-    assert f'{path} was left by pid 4242 on node07' in capsys.readouterr().out
+    monkeypatch.delenv('SLURM_RESTART_COUNT', raising=False)
+    return lambda count=1: monkeypatch.setenv('SLURM_RESTART_COUNT', str(count))
+
+
+@pytest.mark.parametrize('flock', [True, False])
+def test_a_requeued_run_waits_for_its_own_first_start(folder, flock, requeued, monkeypatch, capsys):
+    """A line a minute. The lock is its own once the old ranks have ended; so it is for a second requeue."""
+    if not flock:
+        no_flock(monkeypatch)
+    for count in 1, 2:
+        old = locked(folder)
+        requeued(count)
+        monkeypatch.setattr(files, 'time', Hours({150: old.release}))
+        with locked(folder) as lock:
+            lock.check()
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 3, lines
+        assert all(line.startswith(f'waiting: another run is writing to {folder}') for line in lines)
+
+
+def test_a_requeued_run_takes_the_lock_of_a_run_that_is_silent_on_a_disk_without_flock(
+        folder, requeued, monkeypatch, capsys):
+    """After ten minutes without a sign of life, by its own clock, and not by the other host's."""
+    no_flock(monkeypatch)
+    for ahead in 0, -600, 600:
+        old = locked(folder)
+        requeued()
+        hours = Hours({at: old.check for at in (100, 500)}, ahead)
+        monkeypatch.setattr(files, 'time', hours)
+        with locked(folder) as lock:
+            assert 1100 < hours.now < 1110
+            assert f'{lock.path} has not changed for 600 s: taken over' in capsys.readouterr().out
+            # ranks that were silent and live: they write nothing any more
+            with pytest.raises(MachineError, match='not the lock of this run any more: .* saves nothing'):
+                save(folder, state(5), keep=0, lock=old)
+            lock.check()
+            old.release()
+            lock.check()
+        assert [*os.listdir(folder)] == []
+
+
+def test_with_flock_ranks_that_never_end_keep_their_lock(folder, requeued, monkeypatch):
+    old = locked(folder)
+    requeued()
+    hours = Hours({36_000: old.release})
+    monkeypatch.setattr(files, 'time', hours)
+    locked(folder).release()
+    assert hours.now >= 36_000
+
+
+def test_a_holder_whose_lock_is_removed_saves_nothing(folder):
+    lock = locked(folder)
+    lock_file(folder).unlink()
+    with pytest.raises(MachineError, match='not the lock of this run any more'):
+        save(folder, state(5), keep=0, lock=lock)
+    assert os.listdir(folder) == []
+    other = locked(folder)
+    lock.release()      # removes nothing of the other's
+    other.check()
+
+
+def test_the_checkpoint_to_resume_is_chosen_under_the_lock(tiny, folder):
+    """The holder may write the first one, or remove one that was just chosen."""
+    with locked(folder):
+        code, said = refused('train.py', *tiny, '--resume=latest', f'--checkpoint_dir={folder}')
+    assert (code, said.startswith('another run is writing to')) == (1, True)
 
 
 # ------------------------------------------------------------------------------------- what a file may hold
@@ -518,7 +624,7 @@ def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch):
                         lambda: start(folder, overwrite=True)):
                 with pytest.raises(DataError, match=rf'/\w+.pt cannot be read \({os.strerror(number)}'):
                     use()
-    assert sorted({*os.listdir(folder)} - {'.lock'}) == before
+    assert sorted(os.listdir(folder)) == before
     monkeypatch.setattr('builtins.open', lambda path, *rest, **more: refuse(path))
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         files.read_json(__file__)       # not {}, as of a dataset that is to be prepared again

@@ -505,13 +505,13 @@ def test_columns_are_those_of_any_of_the_first_rows(tmp_path):
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
     """One that a training script runs waits."""
     words = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path)
-    with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
+    with files.Lock(f'{tmp_path}/.mine-byte.lock', ''):
         assert 'another process is making' in refused_here(*words)[1]
         assert not (tmp_path / 'mine-byte').exists()
     held = threading.Event()
 
     def hold():
-        with files.lock(f'{tmp_path}/.mine-byte.lock', ''):
+        with files.Lock(f'{tmp_path}/.mine-byte.lock', ''):
             held.set()
             time.sleep(1.5)
     threading.Thread(target=hold).start()

@@ -208,6 +208,23 @@ def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, mon
     assert [step for step, _ in records(folder, 'train/loss')] == [1, 2, 3, 4, 5]
 
 
+def test_a_stop_touched_while_a_run_starts_ends_it_and_an_older_one_is_removed(here, one_run, tiny, tmp_path):
+    """A run starts for minutes where a model is large. One that resumes is saved before its first step."""
+    words = 'train.py', *tiny, '--eval_freq=0'
+    for source in '', one_run('train.py')[0] / 'latest.pt':
+        folder = tmp_path / str(bool(source))
+        folder.mkdir()
+        (folder / 'STOP').touch()
+        out = here(*words, f'--resume={source}', '--max_steps=12', f'--checkpoint_dir={folder}')
+        assert ('stopped at step 10, saved' if source else 'stopped at step 0: there is nothing') in out
+        assert 'train/loss' not in (folder / 'log.jsonl').read_text() and not (folder / 'STOP').exists()
+        assert [path.name for path in folder.glob('step_*.pt')] == ['step_000010.pt'] * bool(source)
+    (folder / 'STOP').touch()
+    os.utime(folder / 'STOP', (1e9, 1e9))
+    out = here(*words, '--resume=latest', '--max_steps=12', f'--checkpoint_dir={folder}')
+    assert f'{folder}/STOP is older than this run: removed' in out and 'is step 12' in out
+
+
 def test_a_signal_while_ranks_agree_is_not_lost(monkeypatch):
     """It comes after the rank has said that nobody asked it: the next answer is yes."""
     stop = mock.Mock(stop_file='', signalled=False)
