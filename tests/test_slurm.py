@@ -40,7 +40,7 @@ def typed(line, repository, rc=0, **env):
 def logs(repository, name='fp8_train'):
     """(what is in the job's .out, what in its .err)."""
     found = sorted((repository / 'logs').iterdir())
-    assert [re.sub(r'_\d+', '_JOB', path.name) for path in found] == [f'{name}_JOB.err', f'{name}_JOB.out']
+    assert [re.sub(r'(_\d+)+', '_JOB', path.name) for path in found] == [f'{name}_JOB.err', f'{name}_JOB.out']
     return [path.read_text() for path in reversed(found)]
 
 
@@ -52,6 +52,9 @@ def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is
     assert said == '2 starts, exit code 0\n', err
     assert out.count('x 2 ranks') == 2
     assert out.count('stopped at step') == 1
+    step = re.search(r'stopped at step (\d+), saved', out)[1]
+    assert out.count(f'\ntime limit near: saved at step {step}, requeued as start 2 (SLURM holds it for two '
+                     'minutes)\n') == 1
     assert out.count('resumed   checkpoints_tiny/step_') == 1
     assert out.count('done: checkpoints_tiny/latest.pt is step 40') == 1
     assert 'error: ' not in err
@@ -64,6 +67,19 @@ def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is
     assert started[0]['host'] == os.uname().nodename
     assert started[0]['config']['seed'] == 7
     assert started[0]['precision'] == started[1]['precision'] == 'fp8'
+
+
+def test_a_job_of_less_than_ten_minutes_is_not_requeued(repository):
+    """The signal comes up to six minutes before the limit: it would begin for ever, and train a few steps."""
+    folder = repository / 'checkpoints_tiny'
+    line = 'sbatch --export=CONFIG=tiny.yaml --nodes=1 slurm/train.sbatch --max_steps=100000'
+    said = typed(line, repository, FAKE_LIMIT=str(folder / 'latest.pt'), FAKE_LEFT='4:59')
+    out, err = logs(repository)
+    assert said == '1 starts, exit code 0\n', err
+    assert out.startswith('time limit: 4:59 left, less than ten minutes: this job is not requeued\n')
+    step = re.search(r'stopped at step (\d+), saved', out)[1]
+    assert out.endswith(f'near: saved at step {step}; to go on: the same sbatch with more --time\n')
+    assert not (folder / 'STOP').exists()
 
 
 OUT_OF_MEMORY = """
@@ -104,7 +120,7 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     ):
         typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
         [file] = (repository / 'logs').glob('*.out')
-        agent = file.stem.removeprefix('fp8_sweep_') + ' ' if 'SWEEP_ID' in options else ''
+        agent = file.stem.split('_')[2] + ' ' if 'SWEEP_ID' in options else ''
         assert logs(repository, 'fp8_sweep')[0] == f'{agent}{words}\n'
         for path in (repository / 'logs').iterdir():
             path.unlink()
