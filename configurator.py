@@ -89,9 +89,6 @@ TRANSLATED = {
     'fp8_scenario': {'default': 'auto', 'mxfp8': 'auto:mxfp8'},
     'use_flash_attn': {'on': None},     # scaled_dot_product_attention uses it where it can
 }
-# Models of the Hugging Face hub whose earlier names users bring -> their names there.
-RENAMED = {f'meta-llama/Meta-{name}': f'meta-llama/{name}' for name in (
-    'Llama-3.1-8B', 'Llama-3.1-8B-Instruct', 'Llama-3.1-70B', 'Llama-3.1-70B-Instruct')}
 TEXTS = 'prompt', 'system'      # what they begin with names no folder
 STARTED = time.monotonic()      # about when the process began: scripts import this file first
 HERE = os.path.dirname(os.path.realpath(__file__))
@@ -310,7 +307,7 @@ class Setting:
         elif not isinstance(value, (str, int, float, os.PathLike)):
             pass        # a list of a .py config
         elif text in self.words or not self.words and (text or not self.default):
-            found = text if os.path.exists(text) else RENAMED.get(text, text)
+            found = text
         elif self.bounds and text.isdecimal() and self.number(text) is not None:
             found = text
         if found is None:

@@ -52,7 +52,7 @@ from safetensors.torch import save_file
 from fp8gpt import checkpoint, files, lora, pretrained
 from fp8gpt.fp8.linear import E4M3, Quantizer
 from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, split, tensors_of, their_config
-from fp8gpt.tokenizer import EOT, auto_differs, is_pretrained, keep_files
+from fp8gpt.tokenizer import EOT, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPTConfig
 
@@ -135,8 +135,7 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         line += f', {in_fp8} tensors of linears in FP8'
     with new_folder(out) as folder:
         files.write_json(f'{folder}/config.json', theirs)
-        if not write_tokenizer(tokenizer, folder):
-            line += '; load its tokenizer with PreTrainedTokenizerFast: AutoTokenizer gives other ids'
+        write_tokenizer(tokenizer, folder)
         save_torch_state_dict(tensors, folder)
     return line
 
@@ -174,9 +173,8 @@ def save_adapters(state, out, tokenizer):
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 def write_tokenizer(tokenizer, folder):
-    """Write the files that AutoTokenizer reads: those of a model's tokenizer, under a class by which
-    it gives the same ids; for byte and gpt2, those of transformers' converter. Return whether it does. Raises
-    DataError."""
+    """Write the files that AutoTokenizer reads: those of a model's tokenizer, under the class that takes
+    tokenizer.json as it is; for byte and gpt2, those of transformers' converter. Raises DataError."""
     path = f'{folder}/tokenizer_config.json'
     if tokenizer.folder is None:
         from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -196,11 +194,7 @@ def write_tokenizer(tokenizer, folder):
         if isinstance(settings.get('extra_special_tokens'), list):
             settings['additional_special_tokens'] = settings.pop('extra_special_tokens')
             files.write_json(path, settings)
-        is_known = settings.get('tokenizer_class') != 'TokenizersBackend'
-        if is_known and not auto_differs(folder, tokenizer):
-            return True
     files.write_json(path, {**settings, 'tokenizer_class': 'PreTrainedTokenizerFast'})
-    return not auto_differs(folder, tokenizer)
 
 
 if __name__ == '__main__':

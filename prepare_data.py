@@ -73,7 +73,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, auto_differs, get_tokenizer
+from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
@@ -611,9 +611,7 @@ def choose_columns(config, meta, names, tokenizer):
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        idle = {'input', 'context', 'history'} if len(examples) == 1 else set()
-        idle |= {'tools'} if meta['template'] == sft.PLAIN else set()
-        say_unused(names, {*examples, *sft.MORE} - idle)
+        say_unused(names, {*examples, *sft.MORE} - ({'input'} if len(examples) == 1 else set()))
     elif column not in names:
         forms = f'. Columns of examples are to be called {sft.FORMS}' if tokenizer.folder else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
@@ -699,18 +697,10 @@ def make(config, folder, paths, meta, tokenizer):
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
     write_documents(folder, meta, documents, writers)
     if tokenizer.folder:
-        keep_tokenizer(tokenizer, folder)
+        tokenizer.save(folder)
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
     print_counts(meta, progress)
-
-
-def keep_tokenizer(tokenizer, folder):
-    """Copy a model's tokenizer beside its shards, and say where other programs would read other ids."""
-    tokenizer.save(folder)
-    if auto_differs(tokenizer.folder, tokenizer):
-        say(f"# transformers' AutoTokenizer does not give the ids of {tokenizer.folder}/tokenizer.json, "
-            'which these are: load it by PreTrainedTokenizerFast elsewhere')
 
 
 def print_counts(meta, progress):

@@ -24,15 +24,12 @@ import numpy as np
 
 from fp8gpt import files
 from configurator import (
-    RENAMED, DataError, MachineError, MissingError, SettingError, first_line, say_once)
+    DataError, MachineError, MissingError, SettingError, first_line, say_once)
 
 # The files that a tokenizer may have: tokenizer.json is the vocabulary, the others name the special tokens.
 NAMING, GENERATION = ('tokenizer_config.json', 'special_tokens_map.json'), 'generation_config.json'
 FILES = ['tokenizer.json', 'added_tokens.json', *NAMING, GENERATION, 'chat_template.jinja']
 TEMPLATES = 'additional_chat_templates/*.jinja'      # where transformers saves those that have other names
-# what pre-tokenizers split differently: digits, blanks, punctuation, contractions, scripts
-SAMPLE = ("It's 12,345.67 (8%),  two\tblanks\n\n  x_y=='naïve' 日本語 Привет العربية 🙂!!\r\nWE'LL end \n"
-          + ' '.join(map(str, range(2100))))
 EOT = '<|endoftext|>'
 REVISIONS = {}      # org/name of the hub -> its commit that this process reads: the newest, or a checkpoint's
 KNOWN = {               # SHA-256 of a vocabulary in order of its ids, without EOT -> the tokenizer's identity
@@ -134,14 +131,14 @@ class PretrainedTokenizer:
     """Run the tokenizer of a model's folder by transformers: ids by tokenizer.json, special tokens and chat
     template by the files beside it. `hf` is transformers' tokenizer, `library` the `tokenizers` one in it.
 
-    transformers' AutoTokenizer may put another pre-tokenizer in place of tokenizer.json's: see auto_differs.
+    transformers' AutoTokenizer may put another pre-tokenizer in place of tokenizer.json's.
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
 
     def __init__(self, folder):
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
         import transformers
+        files_of(folder)        # before hours of preparing: keep_files would refuse a link after it
         transformers.logging.set_verbosity_error()
-        files_of(folder)        # before hours of preparing: keep_files would refuse them after it
         path = join(folder, 'tokenizer.json')
         try:
             self.hf = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -156,7 +153,7 @@ class PretrainedTokenizer:
         # where ids have gaps, the vocabulary's size is less
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
-        self.chat_template = one_template(self.hf.chat_template)
+        self.chat_template = default_template(self.hf.chat_template)
         bos, ends = self._read_ends(known)
         self.eot = ends[0]
         self.start = (bos or ends)[0]
@@ -253,19 +250,6 @@ class PretrainedTokenizer:
         files.write_json(path, files.read_json(path) | {'eos_token_id': list(self.stops)})
 
 
-def auto_differs(folder, tokenizer):
-    """Return whether transformers' AutoTokenizer, which other programs use, gives other ids for a folder than
-    a PretrainedTokenizer: for some classes and models it replaces the pre-tokenizer of tokenizer.json."""
-    import transformers
-    try:
-        theirs = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False)     # not given, it asks the terminal
-        ids = theirs(SAMPLE, add_special_tokens=False)['input_ids']
-    except Exception:   # of any kind, as a stranger's files have it
-        return True
-    return ids != tokenizer.encode(SAMPLE).tolist()
-
-
 def _ids(known, *values):
     """Return the `known` ids among entries of a config, each None, a number or a list."""
     each = [one for value in values for one in (value if isinstance(value, list) else [value])]
@@ -277,17 +261,11 @@ def _any_of(texts):
     return re.compile('|'.join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or r'(?!)')
 
 
-def one_template(templates):
-    """Return a chat template, or None, of transformers' one or several, which have names. As there, `default`
-    writes a chat, and `tool_use`, where there is one, a chat with tools. What is no text is no template."""
-    if not isinstance(templates, dict):
-        templates = {'default': templates}
-    named = {name: text for name, text in templates.items() if isinstance(text, str)}
-    default, tool_use = map(named.get, ('default', 'tool_use'))
-    if not (default and tool_use):
-        return default
-    both = [text.removesuffix('\n') for text in (tool_use, default)]    # as Jinja does at a template's end
-    return '{{% if tools +%}}{}{{%+ else +%}}{}{{%+ endif %}}'.format(*both)    # +: takes no blanks away
+def default_template(templates):
+    """Return a chat template, or None, of transformers' one or several, which have names: as there, `default`
+    writes a chat. What is no text is no template."""
+    template = templates.get('default') if isinstance(templates, dict) else templates
+    return template if isinstance(template, str) else None
 
 
 # ------------------------------------------------------------------------------- by name
@@ -346,41 +324,35 @@ def fetch_files(name, patterns):
     if isdir(name):
         return name
     import huggingface_hub
-    problems, earlier = [], [theirs for theirs, now in RENAMED.items() if now == name]
-    for each in (name, *earlier):       # the cache may have it under either
-        try:
-            folder = huggingface_hub.snapshot_download(
-                each, revision=REVISIONS.get(name), allow_patterns=patterns)
-        except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
-            problems.append(error)
-            continue
-        commit = basename(folder)       # in the cache: <model>/snapshots/<commit>
-        if name not in REVISIONS and re.fullmatch('[0-9a-f]{40}', commit):
-            REVISIONS[name] = commit
-            say_once(f'# {name} of the hub at revision {commit}')
-        return folder
-    raise MachineError(
-        f'{name} cannot be fetched ({type(problems[0]).__name__}): go online once, name a folder that has '
-        f'its files, or, where the model is gated, accept its licence at https://huggingface.co/{name} and '
-        'set HF_TOKEN') from problems[0]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=REVISIONS.get(name), allow_patterns=patterns)
+    except (OSError, ValueError) as error:  # no network, no such model, a gated one, a full disk
+        raise MachineError(
+            f'{name} cannot be fetched ({type(error).__name__}): go online once, name a folder that has its '
+            f'files, or, where the model is gated, accept its licence at https://huggingface.co/{name} and '
+            'set HF_TOKEN') from error
+    commit = basename(folder)       # in the cache: <model>/snapshots/<commit>
+    if name not in REVISIONS and re.fullmatch('[0-9a-f]{40}', commit):
+        REVISIONS[name] = commit
+        say_once(f'# {name} of the hub at revision {commit}')
+    return folder
 
 
 def keep_files(source, target):
     """Copy the tokenizer files of a folder into another, which then does not need the first. Raises what
     files_of raises, and DataError for a full disk."""
     for path in files_of(source):
-        name = path.relative_to(pathlib.Path(source).resolve())
+        name = path.relative_to(source)
         files.write(join(target, name), lambda file: file.write(path.read_bytes()))
 
 
 def files_of(folder):
-    """Return the paths of a folder's tokenizer files. Raises DataError for one that is no regular file inside
-    the folder: a stranger's link may lead to any file of the user. Those of the Hugging Face cache lead from
-    <model>/snapshots/<revision> to <model>/blobs."""
-    folder = pathlib.Path(folder).resolve()
-    paths = [*(path for path in folder.iterdir() if path.name in FILES), *folder.glob(TEMPLATES)]
+    """Return the paths of a folder's tokenizer files. Raises DataError for a link, which may lead to any file
+    of the user; those of the Hugging Face cache lead to its blobs."""
+    folder = pathlib.Path(folder)
+    paths = [*map(folder.joinpath, FILES), *folder.glob(TEMPLATES)]
     for path in paths:
-        real, places = path.resolve(), {folder, folder.parent.parent / 'blobs'}
-        if not (real.is_file() and places & {*real.parents}):
-            raise DataError(f'{path} is no file of that folder: put the file itself there, or remove it')
-    return paths
+        if path.is_symlink() and path.resolve().parent != folder.resolve().parent.parent / 'blobs':
+            raise DataError(f'{path} is a link: put the file itself there, or remove it')
+    return [path for path in paths if path.is_file()]

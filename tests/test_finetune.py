@@ -155,5 +155,3 @@ def test_a_line_without_a_config_file_takes_one_by_kind(words, expected, monkeyp
     file = 'finetune_lora.py' if '--lora_rank=8' in words else 'finetune.py'
     is_named = any(word.endswith('.py') for word in words)
     assert (f'settings  config/{file}, as no config file is named' in said) == (not is_named)
-    is_low = config['lora_rank'] > 0 and config['max_lr'] == 1e-5
-    assert ('max_lr=1e-05 is low for adapters: 2e-4 is usual' in said) == is_low

@@ -299,12 +299,7 @@ def test_an_exports_tokenizer_gives_the_ids_of_the_training(tmp_path):
     (base / 'tokenizer.json').write_text(json.dumps(made))
     ours, text = get_tokenizer(str(base)), '2026 2026, it is 10 to 12'
     assert transformers.AutoTokenizer.from_pretrained(base).encode(text)[1:] != ours.encode(text).tolist()
-    (tmp_path / 'a.jsonl').write_text(''.join(f'{{"text": "the number {i}"}}\n' for i in range(9)))
-    words = 'prepare_data.py', 'mine', f'--data_files={tmp_path}/a.jsonl', f'--data_dir={tmp_path}'
-    said = run(*words, f'--tokenizer={base}').stdout
-    assert "AutoTokenizer does not give the ids of" in said and str(base) in said
-    assert 'AutoTokenizer' not in run(*words, f'--tokenizer={make_tokenizer(tmp_path / "as_it_is")}').stdout
-    assert hf.write_tokenizer(ours, str(tmp_path / 'out'))
+    hf.write_tokenizer(ours, str(tmp_path / 'out'))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
     assert theirs.encode(text)[1:] == ours.encode(text).tolist()
     generation = json.loads((tmp_path / 'out/generation_config.json').read_text())
@@ -321,7 +316,7 @@ def test_an_exports_tokenizer_is_read_by_transformers_4(tmp_path):
         config = json.loads((saved / 'tokenizer_config.json').read_text())
         assert config['extra_special_tokens'] == ['<extra>']
         (saved / 'tokenizer_config.json').write_text(json.dumps(config | {'tokenizer_class': name}))
-        assert hf.write_tokenizer(get_tokenizer(str(saved)), str(out))
+        hf.write_tokenizer(get_tokenizer(str(saved)), str(out))
         config = json.loads((out / 'tokenizer_config.json').read_text())
         assert config['tokenizer_class'] == 'PreTrainedTokenizerFast'
         assert 'extra_special_tokens' not in config

@@ -56,9 +56,6 @@ LAYOUTS = {     # as models' makers have them: a chat template
     'generation': turns(
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}"),
-    'tools': turns(
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson }}{% endfor %}",
-        before="{% if tools %}{{ tools | tojson }}{% endif %}"),
     # the system message stands in the last turn of the user, and roles alternate
     'mistral': (
         "{% set chat = messages %}"
@@ -69,8 +66,6 @@ LAYOUTS = {     # as models' makers have them: a chat template
         "{{ m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"),
 }
 THOUGHT = '<think>\nLet me see.\n</think>\n\n'
-TOOL = {'type': 'function', 'function': {'name': 'weather', 'parameters': {}}}
-CALL = {'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}
 CHATS = {
     'one': CHAT[1:3],
     'three': [*CHAT[1:], *sft.pair('And 3?', ' Three.\n')],
@@ -80,9 +75,6 @@ CHATS = {
     'two answers': [*CHAT[1:3], {'role': 'assistant', 'content': 'a'}],
     'two questions': [CHAT[1], *CHAT[1:3]],
     'thoughts': [*sft.pair('a?', THOUGHT + 'a'), *sft.pair('b?', THOUGHT + 'b')],
-    'calls': [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [CALL]},
-              {'role': 'tool', 'content': 'sunny'}, {'role': 'assistant', 'content': 'Sunny.'}],
-    'calls after words': [CHAT[1], {'role': 'assistant', 'content': 'Let me see.', 'tool_calls': [CALL]}],
     'empty': [*sft.pair('a?', ''), *sft.pair('b?', 'b')],
     'separators': sft.pair('a\u2028b', 'c\u2028d'),
     'same words': sft.pair('assistant', 'assistant'),
@@ -96,14 +88,8 @@ ANSWERS = {     # of layout and chat: the targets, without stops, where they are
     ('llama3', 'three'): ['It is 4.', 'Four, \U0001f642.', 'Three.'],
     ('qwen3', 'thoughts'): [THOUGHT + 'b'],
     ('r1', 'thoughts'): ['a', 'b'],
-    ('tools', 'calls'): ['<call>{"name": "weather", "arguments": {"city": "Rome"}}', 'Sunny.'],
-    ('tools', 'calls after words'): [
-        'Let me see.<call>{"name": "weather", "arguments": {"city": "Rome"}}'],
 }
 REFUSED = {('mistral', name): 'roles must alternate' for name in ('first', 'two answers', 'two questions')}
-REFUSED |= {(name, 'calls'): 'does not write' for name in LAYOUTS if name not in ('tools', 'mistral')}
-REFUSED |= {(name, 'calls after words'): 'does not write the calls' for name in LAYOUTS if name != 'tools'}
-REFUSED['mistral', 'calls'] = 'roles must alternate'
 
 
 def example(tokenizer, template, messages):
@@ -193,63 +179,14 @@ def test_a_header_is_no_target_though_its_token_takes_the_blanks_behind_it(tmp_p
             each['content'].lstrip() + '<|end_of_turn|>' for each in chat if each['role'] == 'assistant']
 
 
-def test_calls_of_a_template_without_a_header_are_whole_targets(tmp_path):
-    tags = ['[INST]', '[/INST]', '[TOOL_CALLS]', '[RESULT]', '[/RESULT]']
-    template = (
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-        "{% elif m.role == 'tool' %}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{% elif m.tool_calls %}"
-        "{{ '[TOOL_CALLS] [' + m.tool_calls[0].function | tojson + ']' + eos_token }}"
-        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}")
-    folder = make_tokenizer(tmp_path, chat_template=template, additional_special_tokens=tags)
-    tokenizer = get_tokenizer(folder)
-    call = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]<|end|>'
-    turned = {**CALL, 'function': dict(reversed(CALL['function'].items()))}
-    again = [*CHATS['calls'][:3], {**CHATS['calls'][1], 'tool_calls': [turned]}, *CHATS['calls'][2:]]
-    found = targets(tokenizer, *example(tokenizer, template, again))
-    assert found == [
-        call, '[TOOL_CALLS] [{"arguments": {"city": "Rome"}, "name": "weather"}]<|end|>', ' Sunny.<|end|>']
-    endless, calls = template.replace("']' + eos_token", "']'"), CHATS['calls']
-    for changed, chat, said in (
-            (endless, calls[:3], 'writes no stop after the calls'),
-            (endless, calls, 'writes no stop after the calls'),     # the stop is that of the next answer
-            (template.replace("'[TOOL_CALLS] [' + ", ''), calls[:3], 'does not show where a call begins')):
-        with pytest.raises(DataError, match=said):
-            example(tokenizer, changed.replace('| tojson', '.name'), chat)
-
-
-def test_calls_have_the_form_that_the_template_writes(chat_folder):
-    """DeepSeek's wants text and no content, others print an object as Python does."""
-    tokenizer = get_tokenizer(chat_folder)
-    calls = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ARGUMENTS }}{% endfor %}"
-    chat = [CHAT[1], {**CHATS['calls'][1], 'content': ''}]
-    chat[1] = {**chat[1], 'tool_calls': [{**CALL, 'function': {
-        'name': 'weather', 'arguments': {'city': 'Köln <|end|>', 'days': None}}}]}
-    arguments = '{"city": "Köln <|end|>", "days": null}'
-    wanted = f'<call>weather{arguments}<|end_of_turn|>'
-    for said in (turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments')),
-                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | string')),
-                 turns('{{ m.content }}' + calls.replace('ARGUMENTS', 'c.function.arguments | tojson')),
-                 turns("{% if m.content is none %}" + calls.replace('ARGUMENTS', 'c.function.arguments')
-                       + "{% else %}{{ m.content }}{% endif %}")):
-        ids, mask = example(tokenizer, said, chat)
-        assert targets(tokenizer, ids, mask) == [wanted]
-    cut = {**CALL, 'function': {'name': 'weather', 'arguments': '{"city": "Ro'}}     # once
-    chat = [CHAT[1], {**chat[1], 'tool_calls': [cut]}]
-    assert targets(tokenizer, *example(tokenizer, said, chat)) == ['<call>weather{"city": "Ro<|end_of_turn|>']
-
-
 def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
     mark = '{{% generation %}}{{{{ {} }}}}{{% endgeneration %}}'.format
     template = turns(
         "{% if m.role == 'assistant' %}{% if m.reasoning_content %}" + mark("m.reasoning_content + '|'")
-        + '{% endif %}' + mark('m.content')
-        + '{% for c in m.tool_calls or [] %}' + mark('c.function | tojson')
-        + '{% endfor %}{% else %}{{ m.content }}{% endif %}')
+        + '{% endif %}' + mark('m.content') + '{% else %}{{ m.content }}{% endif %}')
     folder = make_tokenizer(tmp_path, chat_template=template)
     tokenizer, theirs = get_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    for chat in ([CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}], CHATS['calls'], CHAT,
-                 CHATS['calls after words']):
+    for chat in [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}], CHAT:
         both = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = example(tokenizer, template, chat)
         assert ids == both['input_ids']
@@ -258,31 +195,22 @@ def test_what_a_template_marks_in_parts_is_what_transformers_marks(tmp_path):
         assert [bool(bits & TARGET) for bits in mask] == [bool(pair) for pair in map(sum, zip(marked, stops))]
 
 
-def test_the_text_of_a_special_token_is_text_wherever_it_is(tmp_path):
-    """In calls, tools, results and thoughts, as transformers sanitizes them."""
-    said, template = 'a<|end_of_turn|>\n<|turn|>user\nb', LAYOUTS['tools'].replace(
-        '{{ m.content }}', '{{ m.reasoning_content }}{{ m.content }}')
-    folder = make_tokenizer(tmp_path, chat_template=template)
+def test_the_text_of_a_special_token_is_text_in_a_message(tmp_path):
+    """As transformers sanitizes it; it counts as the bytes of an answer."""
+    said = 'a<|end_of_turn|>\n<|turn|>user\nb'
+    folder = make_tokenizer(tmp_path, chat_template=CHATML)
     tokenizer, theirs = get_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    call = {'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': said}}}
-    chat = [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [call]},
-            {'role': 'tool', 'content': said}, {**CHAT[2], 'reasoning_content': said}]
-    tools = [{**TOOL, 'about': said}]
-    rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat, tools)
+    chat = [{'role': 'system', 'content': said}, *sft.pair(said, said + 'c')]
+    rows, _, counts, _ = sft.Examples(tokenizer, CHATML, BEGAN).document(chat)
     ids, mask = rows.T.tolist()
-    assert ids == theirs.apply_chat_template(
-        chat, tools=tools, return_dict=False, sanitize_control_tokens=True)
-    inside = json.dumps(said)
-    words = [f'<call>{{"name": "weather", "arguments": {{"city": {inside}}}}}', said + 'It is 4.']
-    assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in words]
-    assert counts['bytes'] == sum(map(len, words))
-    assert counts['notes'] == ['hold the text of a special token, which is taken as text']
+    assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
+    assert targets(tokenizer, ids, mask) == [said + 'c<|end_of_turn|>']
+    assert counts['bytes'] == len(said) + 1
 
 
-def test_of_named_templates_tool_use_writes_a_chat_with_tools(tmp_path):
+def test_of_named_templates_default_writes_a_chat(tmp_path):
     """As in transformers; from tokenizer_config.json, and from the files that transformers saves it in."""
-    named = {'default': '\n ' + CHATML + ' \n\n', 'rag': 'x',
-             'tool_use': '  {%- set tools = tools %}' + LAYOUTS['tools'] + '\n'}
+    named = {'default': '\n ' + CHATML + ' \n\n', 'rag': 'x', 'tool_use': '{{ tools }}'}
     folder = make_tokenizer(tmp_path / 'made', chat_template=[
         {'name': name, 'template': text} for name, text in named.items()])
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -293,54 +221,30 @@ def test_of_named_templates_tool_use_writes_a_chat_with_tools(tmp_path):
         tokenizer = get_tokenizer(str(place))
         made = sft.Examples(tokenizer, tokenizer.chat_template, BEGAN)
         assert transformers.AutoTokenizer.from_pretrained(place).chat_template == theirs.chat_template
-        for chat, tools in (CHAT, None), (CHAT, [TOOL]), (CHATS['calls'], [TOOL]):
-            rows, *_ = made.document(chat, tools)
-            assert rows[:, 0].tolist() == theirs.apply_chat_template(chat, tools=tools, return_dict=False)
-            assert targets(tokenizer, *rows.T.tolist())[-1].endswith('.<|end_of_turn|>')
+        ids, mask = made.document(CHAT)[0].T.tolist()
+        assert ids == theirs.apply_chat_template(CHAT, return_dict=False)
+        assert targets(tokenizer, ids, mask)[-1].endswith('.<|end_of_turn|>')
         ids = theirs.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=False)
         assert made.prompt(CHAT[:2]).tolist() == ids
 
 
 def test_what_a_template_leaves_out_is_said(chat_folder):
     thought = [CHAT[1], {**CHAT[2], 'reasoning_content': 'Let me see.'}]
-    last = LAYOUTS['generation'].replace("'assistant' %}", "'assistant' and loop.last %}")
-    left_out = 'have thoughts or other messages that the chat template does not write as they are'
-    other = ("have answers that do not begin by '<|turn|>assistant\\n<think>\\n', which the template writes "
-             'before each answer of a chat')
-    for template, messages, notes in (
-        (CHATML, CHAT, []),
-        (CHATML, CHATS['thoughts'], []),
-        (CHATML, thought, [left_out]),
-        (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, []),
-        (LAYOUTS['r1'], CHATS['thoughts'], [other, left_out]),
-        (LAYOUTS['r1'], CHAT, [other]),
-        (CHATML.replace('in messages', "in messages if message.role != 'system'"), CHAT, [left_out]),
-        (LAYOUTS['qwen3'], CHATS['thoughts'], ['have answers whose thoughts the template removes, which '
-                                               'are no targets']),
-        (last, CHAT, ['have answers that the template does not mark, which are no targets']),
+    mute = CHATML.replace('in messages', "in messages if message.role != 'system'")
+    for template, messages, said in (
+        (CHATML, CHAT, False),
+        (CHATML, CHATS['thoughts'], False),
+        (CHATML, thought, True),
+        (CHATML.replace("+ '<|end", "+ (message.reasoning_content or '') + '<|end"), thought, False),
+        (LAYOUTS['r1'], CHATS['thoughts'], True),
+        (mute, CHAT, True),
+        (LAYOUTS['qwen3'], CHATS['thoughts'], True),
     ):
         made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
-        assert made.document(messages)[2]['notes'] == notes
-    bare, mute = CHATML.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'"), "in messages if m.role != 'system'"
-    special = [CHAT[0], *sft.pair('<|turn|>', 'a')]
-    for template, messages, note in (       # also beside other notes
-        (bare.replace('in messages', "in messages if message.role != 'system'"), CHAT, sft.ENDLESS),
-        (CHATML.replace('in messages', "in messages if message.role != 'system'"), special,
-         'hold the text of a special token, which is taken as text'),
-        (LAYOUTS['qwen3'].replace('in messages', mute), [CHAT[0], *CHATS['thoughts']],
-         'have answers whose thoughts the template removes, which are no targets'),
-    ):
-        made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
-        wanted = [note, left_out, 'have tools that the chat template does not write']
-        assert made.document(messages, [TOOL])[2]['notes'] == wanted
-    template = LAYOUTS['tools'].replace('{% if tools %}', '{% if false %}')     # calls name the tools
-    made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
-    notes = made.document(CHATS['calls'], [TOOL])[2]['notes']
-    assert notes == ['have tools that the chat template does not write']
-    function = {**CALL['function'], 'arguments': '{"city": "Ro'}
-    cut = [CHAT[1], {**CHATS['calls'][1], 'tool_calls': [{**CALL, 'function': function}]}]
-    made = sft.Examples(get_tokenizer(chat_folder), LAYOUTS['tools'], BEGAN)
-    assert [made.document(chat)[2]['notes'] for chat in (CHATS['calls'], cut)] == [[], [sft.NO_JSON]]
+        assert made.document(messages)[2]['notes'] == [sft.UNWRITTEN] * said
+    bare = mute.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
+    made = sft.Examples(get_tokenizer(chat_folder), bare, BEGAN)
+    assert made.document(CHAT)[2]['notes'] == [sft.ENDLESS, sft.UNWRITTEN]
 
 
 def test_the_text_of_special_tokens_without_a_template_is_said(chat_folder):
@@ -388,7 +292,7 @@ def test_an_end_of_turn_is_learned_as_a_token_or_its_lack_is_said(tmp_path):
     assert targets(tokenizer, *rows.T.tolist()) == ['c<|im_end|>', 'e<|im_end|>']
     begin, end = map(tokenizer.library.token_to_id, ('<|im_start|>', '<|im_end|>'))
     assert [rows[:, 0].tolist().count(i) for i in (begin, end)] == [4, 4] and end in tokenizer.stops
-    assert counts['notes'] == ['hold the text of a special token, which is taken as text']
+    assert counts['notes'] == []
     path.write_text(known.replace('"<|im_end|>"', '"<|other|>"'))
     made = sft.Examples(get_tokenizer(folder), template, BEGAN)
     assert made.document(chat[2:])[2]['notes'] == [sft.ENDLESS]
@@ -401,30 +305,40 @@ def test_a_token_before_system_messages_alone_is_text_in_a_message(tmp_path):
     tags = ['<|system|>', '<|user|>', '<|assistant|>']
     for place, kinds in ('words', {'words': tags}), ('special', {'additional_special_tokens': tags}):
         tokenizer = get_tokenizer(make_tokenizer(tmp_path / place, chat_template=template, **kinds))
-        rows, _, counts, _ = sft.Examples(tokenizer, template, BEGAN).document(chat)
-        ids, mask = rows.T.tolist()
+        ids, mask = example(tokenizer, template, chat)
         assert ids.count(tokenizer.library.token_to_id('<|system|>')) == 1
         assert targets(tokenizer, ids, mask) == ['c <|system|> d<|end_of_turn|>']
-        assert counts['notes'] == ['hold the text of a special token, which is taken as text']
 
 
-def test_answers_that_a_row_marks_are_no_targets(chat_folder):
-    off = [{'weight': 0}, {'train': False}, {'training': False}, {'loss': False},
-           {'weight': '0'}, {'loss': 'False'}, {'loss_weight': 0.0}]
+def test_a_weight_says_what_is_learned_and_any_other_flag_refuses_the_row(chat_folder):
     made = sft.Examples(get_tokenizer(chat_folder), CHATML, BEGAN)
-    assert not any(made.document([CHAT[1], CHAT[2] | each]) for each in off)
-    for flag, notes in (
-            ({'weight': 1, 'train': 'true', 'loss': 1.0}, []),
-            ({'weight': 0.5}, [sft.OTHER_FLAG]), ({'loss_weight': '2'}, [sft.OTHER_FLAG]),
-            ({'train': 'no'}, [sft.OTHER_FLAG]),
-            ({'mask': 1, 'train_detail': [{'end_offset': 4, 'train': False}]}, [
-                'have messages with mask, which is not read',
-                'have messages with train_detail, which is not read'])):
-        assert made.document([CHAT[1], CHAT[2] | flag])[2]['notes'] == notes
-    row = {'messages': CHAT, 'label': 'False'}      # as CSV has it
-    assert not len(made.of_row(row)[0])
-    assert made.of_row(row | {'label': 'True'})[2]['notes'] == []
-    assert 'neither true nor false' in made.of_row(row | {'label': 0})[2]['notes'][0]
+    chat = [*CHAT[1:4], {**CHAT[4], 'weight': 0}]
+    rows, *_ = made.of_row({'messages': chat})
+    assert targets(made.tokenizer, *rows.T.tolist()) == ['It is 4.<|end_of_turn|>']
+    assert made.of_row({'messages': [CHAT[1], {**CHAT[2], 'weight': 0.0}]}) is None
+    for name in sft.FLAGS:
+        for row in ({'messages': [CHAT[1], {**CHAT[2], name: False}]}, {'messages': CHAT, name: 'true'}):
+            with pytest.raises(DataError, match=f'it has {name}=.*: `weight` of a message, 0 or 1, says'):
+                made.of_row(row)
+        made.of_row({'messages': [CHAT[1], {**CHAT[2], name: None}], name: None})       # parquet's
+    for weight in 0.5, '0', 2:
+        with pytest.raises(DataError, match='which is neither 0 nor 1'):
+            made.of_row({'messages': [CHAT[1], {**CHAT[2], 'weight': weight}]})
+
+
+def test_rows_with_tools_or_calls_are_refused_by_name():
+    call = [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]
+    for row in ({'messages': CHAT, 'tools': call}, {'messages': CHAT, 'tools': '[{"name": "f"}]'},
+                {'messages': [CHAT[1], {**CHAT[2], 'tool_calls': call}]},
+                {'messages': [CHAT[1], {'role': 'assistant', 'content': None, 'function_call': call[0]}]}):
+        with pytest.raises(DataError, match='calls of tools are not learned here: write them into the text'):
+            sft.conversation(row, ['messages'])
+    for none in None, '', [], '[]', 'null':
+        row = {'messages': [CHAT[1], {**CHAT[2], 'tool_calls': none}], 'tools': none}
+        assert [each['content'] for each in sft.conversation(row, ['messages'])] == [
+            CHAT[1]['content'], CHAT[2]['content']]
+    with pytest.raises(DataError, match="'tool' is no role; those are system, user, assistant, human, gpt"):
+        sft.conversation({'messages': [CHAT[1], {'role': 'tool', 'content': 'sunny'}]}, ['messages'])
 
 
 def test_a_chat_is_rendered_a_few_times_however_long_it_is(chat_folder, monkeypatch):
@@ -442,159 +356,40 @@ def test_a_template_that_reaches_out_or_fails_is_one_line(chat_folder):
 
 
 def test_the_forms_of_messages_say_the_same():
-    """OpenAI's, ShareGPT's and LLaMA-Factory's; nulls are parquet's."""
+    """OpenAI's and ShareGPT's, pairs of texts; nulls are parquet's."""
     ask, answer = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}
-    inner = {'name': 'f', 'arguments': {'x': 1}}
-    calls = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': inner}]}
-    without = {**calls, 'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]}
-    text = '{"name": "f", "arguments": {"x": 1}}'
-    for entry, wanted in (
-        ({'from': 'human', 'value': 'a'}, ask),
-        ({'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}, ask),
-        ({'role': 'user', 'content': [{'type': 'text', 'value': 'a'}]}, ask),
-        *(({'from': name, 'value': 'b'}, answer) for name in ('gpt', 'bot', 'model', 'bing', 'chatgpt')),
-        ({**calls, 'content': None}, calls),
-        ({**calls, 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"x": 1}', 'y': None},
-                                   'type': 'function'}]}, calls),
-        ({'from': 'Function_Call', 'value': text}, calls),
-        ({**calls, 'tool_calls': f'[{text}]'}, calls),      # as CSV has them
-        ({'role': 'assistant', 'content': None, 'function_call': inner}, calls),
-        *(({**calls, 'tool_calls': [{'name': 'f', 'arguments': none}]}, without) for none in ('', 'null')),
-        ({'from': 'Function_Call', 'value': '{"name": "f", "arguments": null}'}, without),
-        ({'from': 'observation', 'value': 'c'}, {'role': 'tool', 'content': 'c'}),
-    ):
-        assert sft.message_of(entry) == wanted
-    alpaca, system = ['instruction', 'output'], {'role': 'system', 'content': 's'}
-    full = {'instruction': 'a', 'output': 'b', 'input': 'x', 'system': 's', 'history': [['q', 'r']]}
-    share = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]
+    system, alpaca = {'role': 'system', 'content': 's'}, ['instruction', 'output']
+    thought = {**answer, 'thinking': 'hm'}
+    share = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b', 'weight': None}]
+    full = {'instruction': 'a', 'output': 'b', 'input': 'x', 'system': 's'}
     for row, columns, wanted in (
-        ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
-        ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
-        ({'input': 'a', 'output': 'b', 'context': 'c'}, ['input', 'output'], sft.pair('a\n\nc', 'b')),
-        ({'question': 'a', 'response': 'b', 'system_prompt': 's'}, ['question', 'response'],    # OpenOrca's
-         [system, ask, answer]),
-        *((dict(zip(columns, 'ab'), kind='sum'), columns, [ask, answer]) for columns in (
-            # of MetaMathQA, MATH, FLAN, AceReason, Firefly
-            ['query', 'response'], ['problem', 'solution'], ['inputs', 'targets'], ['input', 'output'],
-            ['input', 'target'])),
-        ({'instruction': 'a', 'context': 'c', 'response': 'b'}, ['instruction', 'response'],   # Dolly's
-         [{'role': 'user', 'content': 'a\n\nc'}, answer]),
-        (full, alpaca, [system, *sft.pair('q', 'r'), *sft.pair('a\n\nx', 'b')]),
+        ({'messages': [ask, answer]}, ['messages'], [ask, answer]),
+        ({'conversations': share}, ['conversations'], [ask, answer]),
         ({'conversations': share, 'system': 's'}, ['conversations'], [system, ask, answer]),
-        ({'conversations': [system, *share], 'system_prompt': 'S'}, ['conversations'], [system, ask, answer]),
-        ({'messages': json.dumps(share)}, ['messages'], [ask, answer]),
-        ({'conversations': ['a', 'b', 'a']}, ['conversations'], [ask, answer, ask]),    # LIMA's
-        ({'conversation': [{'input': 'a', 'output': 'b'}] * 2}, ['conversation'],       # Capybara's
-         [ask, answer] * 2),
-        ({'input': [system, ask], 'output': 'b'}, ['input', 'output'], [system, ask, answer]),  # Nemotron's
-        ({'messages': share, 'tools': 'null'}, ['messages'], [ask, answer]),    # json.dumps of no tools
-        ({'messages': [ask, answer | {'tool_calls': 'null'}]}, ['messages'], [ask, answer]),
-        ({'question': 'a', 'answer': 'null'}, ['question', 'answer'], sft.pair('a', 'null')),
-        ({'instruction': 'a', 'output': 'b', 'history': 'null'}, alpaca, [ask, answer]),
+        ({'messages': [system, ask, answer], 'system': 's'}, ['messages'], [system, ask, answer]),
+        ({'messages': [ask, thought]}, ['messages'], [ask, thought]),
+        ({'prompt': 'a', 'completion': 'b'}, ['prompt', 'completion'], [ask, answer]),
+        ({'question': 'a', 'answer': 'b'}, ['question', 'answer'], [ask, answer]),      # GSM8K's
+        ({'problem': 'a', 'generated_solution': 'b'}, ['problem', 'generated_solution'], [ask, answer]),
+        ({'instruction': 'a', 'output': 'b', 'input': None}, alpaca, [ask, answer]),
+        (full, alpaca, [system, *sft.pair('a\n\nx', 'b')]),
+        ({'prompt': 'a', 'completion': None}, ['prompt', 'completion'], sft.pair('a', '')),
     ):
-        assert (sft.columns_of(row), sft.conversation(row, columns)) == (columns, (wanted, None))
-    for history in 7, [['q']], [{'role': 'user', 'content': 'q'}]:
-        with pytest.raises(DataError, match='its history is no list'):
-            sft.conversation(full | {'history': history}, alpaca)
-    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]      # TRL's, in halves
-    halves = {'prompt': turns[:1], 'completion': turns[1:]}
-    columns = 'prompt', 'completion'
-    assert sft.conversation(halves, columns)[0] == turns
-    in_csv = {name: json.dumps(half) for name, half in halves.items()}
-    assert sft.conversation(in_csv, columns)[0] == turns
-    for row in halves, in_csv:
-        with pytest.raises(DataError, match='--template=chat'):
-            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, columns).of_row(row)
-    texts = '[]', '[1]', '[{"role": "chief"}]', '{"role": "user", "content": "a"}', in_csv['completion']
-    for text in texts:      # of an answer
-        assert sft.conversation({'prompt': 'a', 'completion': text}, columns)[0] == sft.pair('a', text)
-    for row, columns in ((full | {'system': 1}, alpaca), (
-            {'messages': [system, ask, answer], 'system': 'another'}, ['messages'])):
-        with pytest.raises(DataError, match='1 is no text|system message differ'):
-            sft.conversation(row, columns)
-    nullable = {**TOOL, 'function': {'name': 'f', 'parameters': {'properties': {'x': {'default': None}}}}}
-    for tools, wanted in (json.dumps([nullable]), nullable), ([{**TOOL, 'x': None}], TOOL):
-        assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [wanted]
-    for bare in TOOL['function'], {'type': 'function', **TOOL['function']}:
-        for tools in [bare], json.dumps([bare]):
-            assert sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])[1] == [TOOL]
-    for tools in 7, 'a text', {'name': 'f'}, ['f']:
-        with pytest.raises(DataError, match='its tools are no list of objects'):
-            sft.conversation({'messages': [ask], 'tools': tools}, ['messages'])
-    for message, why in (({'role': []}, 'is no role'), ({'role': 7}, 'is no role'),
-                         ({'role': None}, 'has no role, but content'),
-                         ({'roel': 'user'}, 'has no role, but roel, content')):
+        assert (sft.columns_of(row), sft.conversation(row, columns)) == (columns, wanted)
+    for row, columns, why in (
+        ({'messages': [system, ask, answer], 'system': 'another'}, ['messages'], 'system message differ'),
+        (full | {'system': 1}, alpaca, '1 is no text'),
+        ({'prompt': 'a', 'completion': 4}, ['prompt', 'completion'], '4 is no text'),
+        ({'prompt': [ask], 'completion': [answer]}, ['prompt', 'completion'], 'is no text'),    # TRL's
+        ({'messages': json.dumps(share)}, ['messages'], 'it has none of the messages of'),
+        ({'conversations': ['a', 'b']}, ['conversations'], "'a' is none of the messages of"),
+        ({'messages': [{'content': 'a'}]}, ['messages'], "'none' is no role"),
+        ({'messages': [{'role': [], 'content': 'a'}]}, ['messages'], 'is no role'),
+        ({'messages': [{'role': 'user', 'content': [{'type': 'image'}]}]}, ['messages'], 'is no text'),
+    ):
         with pytest.raises(DataError, match=why):
-            sft.message_of({**message, 'content': 'a'})
-    for key in 'parameters', 'input':       # Llama 3's and Anthropic's: they are not to be lost
-        said = {'name': 'f', key: {'x': 1}}
-        for call in ({'from': 'function_call', 'value': json.dumps(said)}, {**calls, 'tool_calls': [said]},
-                     {**calls, 'tool_calls': [{'type': 'function', 'function': said}]}):
-            with pytest.raises(DataError, match=f'a tool call has {key}, but no arguments'):
-                sft.message_of(call)
-    assert sft.message_of({**calls, 'tool_calls': [{'name': 'f', 'type': 'function', 'id': 'x'}]})
-    for kind in 'reasoning', 'thinking', 'image':
-        with pytest.raises(DataError, match='parts that are no text'):
-            sft.message_of({**answer, 'content': ['b', {'type': kind, 'text': 'hm'}]})
-    for first in [1], ['a']:      # P3's are tokens
-        with pytest.raises(DataError, match='is none of the messages of'):
-            sft.Examples(get_tokenizer('byte'), sft.PLAIN, 0.0, ['inputs', 'targets']).of_row(
-                {'inputs': first, 'targets': first})
-    for number in 0, 4:
-        with pytest.raises(DataError, match=f'{number} is no text'):
-            sft.conversation({'prompt': 'a', 'completion': number}, ['prompt', 'completion'])
-
-
-def test_calls_with_a_role_of_their_own_belong_to_one_answer():
-    """ms-swift has each call of an answer, and its words before them, as a message; the answer stops once."""
-    def call(i):
-        return {'name': 'f', 'arguments': {'x': i}}
-    ask, results = {'role': 'user', 'content': 'a'}, [{'role': 'tool', 'content': 'r'}] * 2
-    alone = [{'role': 'tool_call', 'content': json.dumps(call(i))} for i in range(2)]
-    shared = [{'from': 'function_call', 'value': each['content']} for each in alone]
-    calls = [{'type': 'function', 'function': call(i)} for i in range(2)]
-    for said in '', '<think>\nhm\n</think>\n', 'b':
-        words = {'role': 'assistant', 'content': said}
-        answer = {**words, 'tool_calls': calls}
-        for form in alone, shared:
-            chat = [ask, *[words] * bool(said), *form, *results, {**words, 'content': 'c'}]
-            wanted = [ask, answer, *results, {**words, 'content': 'c'}]
-            assert sft.conversation({'messages': chat}, ['messages'])[0] == wanted
-    chat = [ask, {**alone[0], 'loss': False}, alone[1]]      # one of them is not to be learned
-    assert [len(each.get('tool_calls', ())) for each in sft.conversation(
-        {'messages': chat}, ['messages'])[0]] == [0, 1, 1]
-    twice = [ask, {**answer, 'tool_calls': calls[:1]}, {**answer, 'tool_calls': calls[1:]}]
-    assert sft.conversation({'messages': twice}, ['messages'])[0] == twice      # as the row has them
-
-
-def test_answers_in_a_prompt_of_messages_are_no_targets(chat_folder):
-    """Of TRL's prompt and completion the completion is learned, and of Nemotron's input and output, the
-    output; what a flag asks for is learned, too."""
-    tokenizer, chat = get_tokenizer(chat_folder), [*CHATS['three'], *CHATS['one']]
-    shared = [{'from': {'user': 'human', 'assistant': 'gpt'}[each['role']], 'value': each['content']}
-              for each in chat]
-    flagged = [chat[0], {**chat[1], 'train': True}, *chat[2:]]
-    for columns, prompt, answer, wanted in (
-            (('prompt', 'completion'), chat[:-1], chat[-1:], ['It is 4.']),
-            (('prompt', 'completion'), shared[:-1], shared[-1:], ['It is 4.']),
-            (('prompt', 'completion'), flagged[:-1], flagged[-1:], ['It is 4.'] * 2),
-            (('prompt', 'completion'), chat[:1], chat[1:4], ['It is 4.', 'Four, \U0001f642.']),
-            (('input', 'output'), chat[:-1], chat[-1]['content'], ['It is 4.'])):
-        row = dict(zip(columns, (prompt, answer)))
-        rows, *_ = sft.Examples(tokenizer, CHATML, BEGAN, columns).of_row(row)
-        ids, mask = rows.T.tolist()
-        assert ids == tokenizer.hf.apply_chat_template(
-            chat if len(answer) != 3 else chat[:4], return_dict=False)
-        assert targets(tokenizer, ids, mask) == [text + '<|end_of_turn|>' for text in wanted]
-
-
-def test_a_call_has_the_same_arguments_in_a_prompt_as_in_messages():
-    """A null of a text of JSON is the user's, not parquet's."""
-    call = {'type': 'function', 'function': {'name': 'weather', 'arguments': '{"city": null}'}}
-    chat = [CHAT[1], {'role': 'assistant', 'content': '', 'tool_calls': [call], 'train': True}, CHAT[2]]
-    whole, _ = sft.conversation({'messages': chat}, ['messages'])
-    halves, _ = sft.conversation({'prompt': chat[:2], 'completion': chat[2:]}, ['prompt', 'completion'])
-    assert halves == whole and whole[1]['tool_calls'][0]['function']['arguments'] == {'city': None}
+            sft.conversation(row, columns)
+    assert sft.columns_of(['query', 'response', 'text']) == ()
 
 
 # ------------------------------------------------------------------------------- prepare_data.py
@@ -671,7 +466,7 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
 
 def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
     beside = {'input': 'a', 'history': [], 'tools': [], 'system': 's', 'score': 1}
-    for name, columns in (('messages', 'history, input, score'), ('pairs', 'score, tools')):
+    for name, columns in (('messages', 'history, input, score'), ('pairs', 'history, score')):
         path = written(tmp_path / f'{name}.jsonl', [row | beside for row in forms(30)[name]])
         said = prepare_here(name, f'--data_files={path}', f'--tokenizer={chat_folder}',
                             f'--data_dir={tmp_path}', '--num_workers=1')
@@ -696,7 +491,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     path, good = tmp_path / 'a.jsonl', [{'messages': sft.pair(f'{i}?', 'yes')} for i in range(9)]
     words = f'--data_files={path}', chat, f'--data_dir={tmp_path}', '--template=chat', '--num_workers=1'
     mute = [{'messages': sft.pair(f'{i}?', answer)} for i in range(7) for answer in ('', None)]
-    mute += [{'messages': [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}]}] * 7
+    mute += [{'messages': [{'role': 'user', 'content': 'x'}]}] * 7
     said = f'21 rows are left out, which have no text to learn (the first: {path}, row 10)'
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
