@@ -276,7 +276,7 @@ BY_ARGPARSE = {
     'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
     'plan.py --gpu=v100': "no data sheet of 'v100' here",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
-    'sweep.py --name=../up': 'names a folder outside of sweeps/',
+    'sweep.py --max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
 }
 
@@ -330,7 +330,7 @@ def test_every_other_model_field_is_a_setting():
 
 
 def test_config_files_resolve_for_both_scripts():
-    for file in {*(ROOT / 'config').iterdir()} - {ROOT / 'config/sweep_penalty.yaml'}:      # sweep.py's
+    for file in {*(ROOT / 'config').iterdir()} - {ROOT / 'config/sweep_penalty.yaml'}:      # W&B's
         for script in 'train.py', 'train_fp8.py':
             configure(ROOT / script, [str(file)] * (file.suffix in ('.py', '.yaml')))
 
