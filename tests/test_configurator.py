@@ -271,6 +271,7 @@ def test_texts_name_no_flag_that_does_not_exist():
 # command lines of the scripts that argparse reads: what the one line says
 BY_ARGPARSE = {
     'bench.py': 'required: command',
+    'bench.py gemm config/gpt2_fp8.py': '`python bench.py pair` with the same flags times whole',
     'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
     'plan.py --resume=latest': 'in place of --resume, --init_from=that checkpoint',
     'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
