@@ -1,12 +1,10 @@
 """Compare FP8 with bf16: speed, memory and losses.
 
 $ python bench.py pair config/gpt2_fp8.py --recipes=tensorwise,delayed  # training steps
-$ python bench.py gemm config/gpt2_fp8.py                               # each shape of linear in that model
 $ python bench.py lora config/gpt2_fp8.py --lora_targets=all            # training steps with adapters
 $ python bench.py quality config/quickstart.py --steps=300 --seeds=3    # losses of whole runs
-$ python bench.py tables                                                # the pages' tables, from results/
 
-The first four take train_fp8.py's config files and flags too; each prints a table and writes a JSON with
+They take train_fp8.py's config files and flags too; each prints a table and writes a JSON with
 hardware, versions and commit into runs/bench, which git ignores. `quality` ends with exit code 1 where FP8 is
 worse (FAIL), and with 4 where it is neither that nor as good (PASS).
 """
@@ -26,20 +24,21 @@ MATRIX = {f'{axis}s': ('', "commas between; '' = as the settings say") for axis 
 # command -> what it measures, and its flags: name -> (default, meaning)
 COMMANDS = {
     'pair': ('training steps in bf16 and in FP8: a row for each backend and recipe', STEPS | MATRIX),
-    'gemm': ('each shape of linear in a model, bf16 and FP8 in turn', STEPS | MATRIX),
     'lora': ('training steps with adapters, in bf16 and in FP8', STEPS | {
         'ranks': ('0,8,16,32', 'a row for each; 0: full training')}),
     'quality': ('whole runs of train_fp8.py in bf16 and in FP8: validation loss decides', MATRIX | {
         'steps': (300, 'of each run'),
         'seeds': (3, 'runs in each precision: choose the number once, before you look'),
         'out': ('', "folder that keeps the runs; '' = runs/quality-<config>")}),
-    'tables': ('write the tables of results on README.md and docs/*.md anew', {}),
 }
 
 
 def bench_arguments(words):
     """Return the command line: `command`, its own flags, and `words`, those of train_fp8.py. Raises
     SettingError."""
+    if words[:1] == ['gemm']:
+        raise SettingError('gemm: single multiplications are not timed here: `python bench.py pair` with the '
+                           'same flags times whole training steps')
     parser = Parser(__doc__)
     for name, (what, flags) in COMMANDS.items():
         command = parser.add_command(name, what)
@@ -59,24 +58,16 @@ if __name__ == '__main__':
 # Imported only now: --help and a mistyped setting are answered without waiting for torch.
 import contextlib
 import functools
-import gc
-import glob
 import itertools
 import math
-import pathlib
-import re
 import statistics
 import subprocess
 import tempfile
 
-import torch
-
-from fp8gpt import distributed, files, fp8, graphs, pretrained, runlog
-from fp8gpt.fp8 import health
+from fp8gpt import distributed, files, fp8, pretrained, runlog
 from fp8gpt.gpus import device_name
 from fp8gpt.run import Run
 from fp8gpt.selfcheck import choose_precision
-from model import Linear
 from plan import WORTH
 
 
@@ -95,15 +86,13 @@ def compared_run(words):
 
 
 def settled_as(words):
-    """Return (run.Run, {precision: (fp8.Choice, whether the model is compiled)}) of these words, as in the
-    training scripts: of 'bf16', or a CPU's 'fp32', and of 'FP8'. Raises MachineError where the run would not
-    train in FP8."""
+    """Return (run.Run, fp8.Choice) of these words, as in the training scripts. Raises MachineError where the
+    run would not train in FP8."""
     run = compared_run(words)
-    without = fp8.OFF, run.compiled
     choice, _ = choose_precision(run)
     if not choice.on:
         raise MachineError(f'{run.config["dtype"]} only: {choice.reason}')
-    return run, {run.config['dtype']: without, 'FP8': (choice, run.compiled)}
+    return run, choice
 
 
 def matrix(arguments):
@@ -115,15 +104,15 @@ def matrix(arguments):
         yield columns, [*arguments.words, *(f'--{AXES[axis]}={value}' for axis, value in columns.items())]
 
 
-def gain(times, least=1.0):
+def gain(times):
     """Return the last columns of a row: the time without FP8 over FP8's, of {precision: seconds}, and a
-    verdict. least: from which FP8 is worth it, as plan.WORTH is for a whole run."""
+    verdict."""
     without, in_fp8 = times.values()
     ratio = without / in_fp8
     said = 'FP8'
     if round(ratio, 2) < 1:
         said = 'SLOWER'
-    elif round(ratio, 2) < least:
+    elif round(ratio, 2) < WORTH:
         said = 'train in bf16:'
     return {'ratio': ratio, 'verdict': f'{said} x{ratio:.2f}'}
 
@@ -147,8 +136,8 @@ def whole_run(words, folder):
 def bench_steps(arguments, words):
     """Yield a row of `pair` or `lora`: what the logs of train_fp8.py say of the same steps from the same
     weights in bf16 and in FP8."""
-    run, precisions = settled_as(words)
-    choice, steps = precisions['FP8'][0], WARMUP + arguments.steps
+    run, choice = settled_as(words)
+    steps = WARMUP + arguments.steps
     words = [*words, f'--max_steps={steps}', *NO_OTHER_END, '--log_freq=1', '--sample_freq=0',
              '--hellaswag_freq=0', f'--eval_tokens={run.batch_size * run.config["block_size"]}',
              f'--checkpoint_freq={steps}', '--keep_checkpoints=1']
@@ -160,54 +149,7 @@ def bench_steps(arguments, words):
         speed = statistics.median(curves.speeds[step] for step in range(WARMUP + 1, steps + 1))
         row[f'{precision} tokens/s'], times[precision] = speed, 1 / speed
     row['loss difference, %'] = 100 * (row['FP8 loss'] / row[f'{run.config["dtype"]} loss'] - 1)
-    yield row | gain(times, WORTH)
-
-
-# ------------------------------------------------------------------------------------------------------- gemm
-
-def forward_backward(linear, x, dy):
-    """Pass x (B, T, in_features) forward and dy (B, T, out_features) backward, and drop the gradients."""
-    linear(x).backward(dy)
-    x.grad = linear.weight.grad = None
-
-
-def timed_passes(runs, rounds, replays):
-    """Return the median seconds of {precision: function}. replays: as CUDA graphs, since a pass of one linear
-    takes its host longer than the GPU."""
-    if replays:
-        health.medians(runs, WARMUP, 0)     # compiles
-        runs = {precision: graphs.capture(each)[0] for precision, each in runs.items()}
-    return health.medians(runs, rounds, WARMUP, times=10)
-
-
-def bench_gemm(arguments, words):
-    """Yield a row for each linear of a block: forward and backward, bf16 and FP8 in turn."""
-    run, precisions = settled_as(words)
-    if run.config['lora_rank']:
-        raise SettingError('lora_rank: `python bench.py lora` times adapters, at several ranks')
-    B, T = run.batch_size, run.window_config.block_size
-    for name, K, N in run.window_config.linears()[:4]:
-        gc.collect()        # frees what an earlier linear took, and what torch.compile made for it
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-        row, runs = {'linear': name.removeprefix('h.0.'), 'M': B * T, 'N': N, 'K': K}, {}
-        x, dy = (torch.randn(B, T, width, dtype=run.compute_dtype, device=run.device) for width in (K, N))
-        x.requires_grad_()
-        for precision, (choice, compiled) in precisions.items():
-            linear = fp8.linear_factory(choice, Linear)(K, N, bias=False, name=name).to(run.device)
-            torch.nn.init.normal_(linear.weight, std=0.02)
-            if compiled:
-                linear.compile(dynamic=False)
-            runs[precision] = functools.partial(forward_backward, linear, x, dy)
-        if linear.bf16_reason:
-            yield row | {'verdict': f'bf16: {linear.bf16_reason}'}
-            continue
-        health.calibrated_state(linear, choice, runs['FP8'])
-        times = timed_passes(runs, arguments.steps, replays=run.launched_share(1, 1) < 1)
-        for precision, took in times.items():
-            row[f'{precision} ms'] = took * 1e3
-            row[f'{precision} TFLOP/s'] = 6 * B * T * N * K / took / 1e12
-        yield row | gain(times)
+    yield row | gain(times)
 
 
 # ---------------------------------------------------------------------------------------------------- quality
@@ -229,20 +171,6 @@ def t95(freedom):
     return 1.95996 + 2.37227 / freedom + 2.82250 / freedom**2 + 2.55585 / freedom**3
 
 
-def half_interval(deviation, n):
-    """Return half the 95% interval of the mean of n normal values whose standard deviation is estimated."""
-    return t95(n - 1) * deviation / n**0.5
-
-
-def seeds_to_decide(deviation):
-    """Return how many seeds make an FP8 as good as bf16 pass four times of five, for gaps of this standard
-    deviation in %. Mean and half interval take 1.96 + 0.84 standard errors, 1.43 half intervals."""
-    n = max(2, int((2.8 * deviation / PASSES)**2))
-    while 1.43 * half_interval(deviation, n) > PASSES:
-        n += 1
-    return n
-
-
 def compare(bf16, eight):
     """Return (the mean over seeds of FP8 - bf16 in % of bf16, its 95% interval by Student's t), from a value
     per seed in each precision. The interval is None with one seed."""
@@ -250,11 +178,11 @@ def compare(bf16, eight):
     gap = statistics.fmean(gaps)
     if len(gaps) == 1 or not math.isfinite(gap):
         return gap, None
-    noise = half_interval(statistics.stdev(gaps), len(gaps))
+    noise = t95(len(gaps) - 1) * statistics.stdev(gaps) / len(gaps)**0.5
     return gap, [gap - noise, gap + noise]
 
 
-def loss_verdict(gap, interval, seeds):
+def loss_verdict(gap, interval):
     """Return the verdict on a compared validation loss. PASS, WARN: all of the interval is under their limit,
     which an FP8 that is worse by the limit passes once in 40 times. FAIL: all of it is over PASS's limit."""
     if not math.isfinite(gap):
@@ -264,16 +192,14 @@ def loss_verdict(gap, interval, seeds):
     low, high = interval
     if high < PASSES:
         return 'PASS'
-    if low > PASSES:        # more seeds would say the same
+    if low > PASSES:
         return 'WARN, worse by 0.5% to 2%' if high < WARNS else 'FAIL'
-    enough = max(seeds + 1, seeds_to_decide((high - low) / 2 / half_interval(1, seeds)))
-    word = 'WARN, not more than 2% worse' if high < WARNS else 'INCONCLUSIVE'
-    return f'{word}, {enough} seeds would decide'
+    return 'WARN, not more than 2% worse' if high < WARNS else 'INCONCLUSIVE'
 
 
 def bench_quality(arguments, words):
     """Train with each seed in both precisions, and yield the row that compares them."""
-    run, precisions = settled_as(words)
+    run, choice = settled_as(words)
     config = run.config
     out = arguments.out or f'runs/quality-{config.stem or "flags"}'
     cases = {'bf16': [*arguments.words, '--fp8_backend=off'],   # the losses of train.py, bit for bit
@@ -285,7 +211,7 @@ def bench_quality(arguments, words):
                       for seed in range(1337, 1337 + arguments.seeds)])
     losses = [[run.last_val for run in runs] for runs in found]
     gap, interval = compare(*losses)
-    row = {'recipe': precisions['FP8'][0].recipe, 'seeds': arguments.seeds}
+    row = {'recipe': choice.recipe, 'seeds': arguments.seeds}
     first = found[0][0]
     row['curve'] = {        # tokens -> gap and 95%
         round(first.tokens_at(step)): compare(*([run.val[step] for run in runs] for runs in found))
@@ -296,7 +222,7 @@ def bench_quality(arguments, words):
     if all(run.hellaswag for run in itertools.chain(*found)):
         bf16, eight = (statistics.fmean(run.last_hellaswag for run in runs) for runs in found)
         row['HellaSwag gap, points'] = 100 * (eight - bf16)
-    yield row | {'verdict': loss_verdict(gap, interval, arguments.seeds)}
+    yield row | {'verdict': loss_verdict(gap, interval)}
 
 
 def check_verdicts(rows):
@@ -310,26 +236,10 @@ def check_verdicts(rows):
         raise Undecided(f'validation loss: {verdicts[0]}')
 
 
-# ----------------------------------------------------------------------------------------------------- tables
-
-MARKED = re.compile(r'(<!-- bench.py tables: (\S+) -->\n)(?:\|.*\n)*')
-
-
-def new_pages():
-    """Return {path: text} of README.md and docs/*.md, with each marked table written anew. `<!-- bench.py
-    tables: GLOB -->` stands above the table of the results that GLOB names."""
-    def table(match):
-        rows = [row for path in sorted(glob.glob(f'{HERE}/{match[2]}'))
-                for row in files.read_json(path)['rows']]
-        return f'{match[1]}{runlog.markdown(rows)}\n'
-    paths = [f'{HERE}/README.md', *glob.glob(f'{HERE}/docs/*.md')]
-    return {path: MARKED.sub(table, pathlib.Path(path).read_text(encoding='utf-8')) for path in paths}
-
-
 # ------------------------------------------------------------------------------------------------------- rows
 
 # command -> generator of the rows that some words make
-BENCHES = {'pair': bench_steps, 'gemm': bench_gemm, 'lora': bench_steps, 'quality': bench_quality}
+BENCHES = {'pair': bench_steps, 'lora': bench_steps, 'quality': bench_quality}
 
 
 def report_rows(benches, path, about):
@@ -354,12 +264,8 @@ def report_rows(benches, path, about):
 
 
 def main(words):
-    """Run one benchmark and write its figures, or write the tables on the pages anew."""
+    """Run one benchmark and write its figures."""
     arguments = bench_arguments(words)
-    if arguments.command == 'tables':
-        for path, page in new_pages().items():
-            files.write_text(path, page)
-        return
     run = compared_run(arguments.words)
     os.makedirs(arguments.results, exist_ok=True)
     start = os.path.join(arguments.results, f'{arguments.command}-{run.config.stem or "flags"}')

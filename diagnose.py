@@ -113,7 +113,7 @@ def report_machine(device, tokens):
         for reason, recipes in refused.items():
             print(f'          not {", ".join(recipes)}: {reason}')
     if runs['native'] and device.type == 'cuda':
-        print('how fast FP8 multiplies: python bench.py gemm config/gpt2_fp8.py')
+        print('what FP8 gains in training: python bench.py pair config/gpt2_fp8.py')
     else:
         print('no FP8 units here: auto trains in bf16, --fp8_backend=native emulates FP8')
 

@@ -1,8 +1,6 @@
-"""Draw pictures of runs from their log.jsonl, of learning-rate schedules, and of what FP8 does to numbers.
+"""Draw pictures of runs from their log.jsonl, and of learning-rate schedules.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves, and distances from the first
-$ python plot.py gap results/quality-quickstart.json                   # FP8's loss against bf16's, over seeds
-$ python plot.py formats checkpoints_quickstart/latest.pt              # a gradient, and what FP8 holds of it
 $ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
@@ -13,14 +11,15 @@ from configurator import Parser, SettingError, configure, one_line_errors, say
 
 COMMANDS = {
     'loss': 'draw the losses of runs',
-    'gap': "draw FP8's validation loss minus bf16's, over several seeds",
-    'formats': 'draw a gradient before and after its scale, beside FP8 numbers',
     'lr': "draw the learning-rate schedule of train_fp8.py's config file and flags",
 }
+ELSEWHERE = {'gap', 'formats'}      # scripts beside the pictures in docs/
 
 
 def plot_arguments(words):
     """Return the command line; for `lr` with train_fp8.py's settings as `config`. Raises SettingError."""
+    for name in ELSEWHERE & {*words[:1]}:
+        raise SettingError(f'plot.py draws no {name}: docs/fp8_{name}.py does, and says how at its top')
     parser = Parser(__doc__)
     commands = {name: parser.add_command(name, what) for name, what in COMMANDS.items()}
     for name, command in commands.items():
@@ -28,8 +27,6 @@ def plot_arguments(words):
     loss = commands['loss']
     loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
     loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
-    commands['gap'].add_argument('result', help='a JSON of `bench.py quality`')
-    commands['formats'].add_argument('ckpt', help='a checkpoint of a run whose shards are here')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
@@ -52,11 +49,8 @@ matplotlib.use('Agg')
 matplotlib.rcParams['figure.constrained_layout.use'] = True
 import matplotlib.pyplot as plt
 
-from fp8gpt import files, optim, pretrained, runlog
-from fp8gpt.data import TokenData, eval_batches
-from fp8gpt.fp8.linear import E4M3, E5M2
+from fp8gpt import files, optim, runlog
 from fp8gpt.run import Length, Run, tokens_per_epoch
-from fp8gpt.shards import dataset_dir
 
 
 def finish_figure(figure, out):
@@ -120,75 +114,6 @@ def plot_loss(directories, out, json_out):
         files.write_json(json_out, found)
 
 
-def plot_gap(result, out):
-    """Draw how far FP8's validation loss is from bf16's over the tokens of whole runs, a curve for each
-    row: the mean over seeds, and its 95% interval as a band, where no loss is NaN. result: a JSON of
-    `bench.py quality`. Raises SettingError for others."""
-    curves = []
-    try:
-        for row in files.read_json(result)['rows']:
-            points = [(int(tokens) / 1e6, float(gap), *map(float, ends))
-                      for tokens, (gap, ends) in row.get('curve', {}).items() if ends]
-            if points:
-                name = ' '.join(row[key] for key in ('backend', 'recipe') if key in row)
-                label = f'{name}: mean and 95% interval, {row["seeds"]} pairs of runs'
-                curves.append((label, *zip(*points)))
-        if not curves:
-            raise ValueError
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        raise SettingError(f'{result} has no losses of several seeds over tokens: '
-                           'bench.py quality CONFIG --seeds=5 writes them') from None
-    figure, axes = plt.subplots(figsize=(8, 3))
-    axes.axhline(0, color='black', linewidth=1)
-    for label, millions, gap, low, high in curves:
-        [line] = axes.plot(millions, gap, marker='o', markersize=4, label=label)
-        axes.fill_between(millions, low, high, alpha=0.25, color=line.get_color())
-    axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
-    axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)
-    axes.legend(loc='upper right')
-    finish_figure(figure, out)
-
-
-def last_gradient(ckpt):
-    """Return the magnitudes, but for zeros, of the gradient of the last block's output in a checkpoint's
-    model, of 8 windows of its run's validation text. Raises SettingError for another model, and where that is
-    nothing finite."""
-    state, _ = pretrained.opened(ckpt)
-    if not state['config']:
-        raise SettingError(f'{ckpt} is not of a run: name a checkpoint, whose text this reads')
-    model, seen = pretrained.model_of(state), []
-    model.h[-1].mlp.down.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].float().abs()))
-    data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
-    x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
-    model(x, y).backward()
-    gradient = seen[0][(seen[0] > 0) & seen[0].isfinite()]
-    if not len(gradient):
-        raise SettingError(f'{ckpt}: its gradient is 0 or not finite: name an earlier checkpoint')
-    return gradient
-
-
-def plot_formats(ckpt, out):
-    """Draw how many values of a checkpoint's last_gradient lie at each power of two, before and after its
-    scale, and every number of e4m3 and e5m2 below."""
-    gradient = last_gradient(ckpt)
-    scale = torch.finfo(E5M2).max / gradient.max()
-    figure, axes = plt.subplots(figsize=(8, 3.6))
-    for label, values in ('as it is', gradient), (f'times its scale, {scale:.3g}', gradient * scale):
-        lost = (values.to(E5M2) == 0).float().mean()
-        say(f'the gradient {label}: amax {values.max():.3g}, {lost:.1%} become 0 in e5m2')
-        axes.hist(values.log2(), bins=range(-36, 17), alpha=0.5, label=f'gradient, {label}',
-                  weights=[100 / len(values)] * len(values))
-    top = axes.get_ylim()[1]
-    for row, name, dtype in (-0.1, 'e4m3', E4M3), (-0.2, 'e5m2', E5M2):
-        numbers = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
-        numbers = numbers[numbers.isfinite()].log2()
-        axes.plot(numbers, [row * top] * len(numbers), '|', color='black', markersize=9)
-        axes.text(numbers[0] - 0.6, row * top, f'numbers of {name}', ha='right', va='center')
-    axes.set(xlabel='magnitude, as a power of two', ylabel='% of its values', ylim=(-0.28 * top, 1.35 * top))
-    axes.legend(loc='upper left')
-    finish_figure(figure, out)
-
-
 def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
@@ -219,9 +144,5 @@ def plot_lr(config, out):
 if __name__ == '__main__':
     if asked.command == 'lr':
         plot_lr(asked.config, asked.out)
-    elif asked.command == 'gap':
-        plot_gap(asked.result, asked.out)
-    elif asked.command == 'formats':
-        plot_formats(asked.ckpt, asked.out)
     else:
         plot_loss(asked.runs, asked.out, asked.json)

@@ -1,6 +1,6 @@
 # A 0.2M-parameter GPT on Shakespeare byte by byte, so small that a sweep of it takes minutes on a CPU.
 # $ python prepare_data.py shakespeare --tokenizer=byte
-# $ python sweep.py config/sweep_penalty.yaml
+# $ python sweep.py config/sweep_shakespeare.py --penalty_weight=0,0.005,0.01,0.02,0.05
 # claim: see results/sweep_penalty.csv; a third of an epoch compares runs, and is not what the model can do
 
 dataset = 'shakespeare'

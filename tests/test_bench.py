@@ -1,9 +1,7 @@
 """The benchmarks work and leave what they promise, on figures that other code knows; speeds are for a quiet
 machine."""
-import collections
 import json
 import math
-import pathlib
 import re
 import subprocess
 import types
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 import bench
-import plan
 from configurator import MachineError, SettingError, configure
 from conftest import TINY, run
 from fp8gpt.files import write_text
@@ -93,43 +90,6 @@ def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsy
     assert '| a | ratio | range |\n| --- | --- | --- |\n| 1 | 2 | 1 .. 2.5 |\n| a | verdict |\n' in out
 
 
-def test_gemm(tmp_path):
-    (tmp_path / 'wide.py').write_text("mlp = 'swiglu'\nffn_dim = 96\nbias = False\n")
-    words = ['--dataset=nowhere', '--steps=1']
-    matrix = ['--backends=native', '--recipes=tensorwise,blockwise', f'--results={tmp_path}']
-    bench.main(['gemm', str(tmp_path / 'wide.py'), *TINY, *words, *matrix])
-    with pytest.raises(SettingError, match='`python bench.py lora` times adapters'):
-        bench.main(['gemm', *TINY, *words, *matrix, '--lora_rank=4'])
-    rows = collections.defaultdict(list)
-    for row in result(tmp_path, 'gemm-wide')['rows']:
-        rows[row['recipe']].append(row)
-    assert all('not in multiples of 128' in row['verdict'] for row in rows['blockwise'])
-    assert [(row['linear'], row['M'], row['N'], row['K']) for row in rows['tensorwise']] == [
-        ('attn.qkv', 256, 192, 64), ('attn.proj', 256, 64, 64), ('mlp.gate_up', 256, 192, 64),
-        ('mlp.down', 256, 64, 96)]
-    for row in rows['tensorwise']:
-        assert row['ratio'] == pytest.approx(row['bf16 ms'] / row['FP8 ms'])
-        flops = 6 * row['M'] * row['N'] * row['K']
-        assert row['FP8 TFLOP/s'] * row['FP8 ms'] == pytest.approx(1e-9 * flops)
-
-
-def test_gemm_replays_a_linear_where_a_run_replays_its_micro_steps(tmp_path, monkeypatch):
-    """Else it would time the host, which launches a pass of one linear longer than an H100 computes it."""
-    captured = []
-
-    def capture(function):
-        captured.append(function.args[0])
-        return function, None
-
-    monkeypatch.setattr(bench.graphs, 'capture', capture)
-    monkeypatch.setattr(bench.Run, 'launched_share', lambda *arguments: 0.0)
-    words = ['--dataset=nowhere', '--steps=1', '--backends=native', f'--results={tmp_path}']
-    bench.main(['gemm', *TINY, *words])
-    plain, in_fp8 = captured[::2], captured[1::2]
-    assert len(plain) == len(in_fp8) == len(result(tmp_path, 'gemm-flags')['rows']) == 4
-    assert all(linear.bf16_reason for linear in plain) and not any(linear.bf16_reason for linear in in_fp8)
-
-
 def test_the_peak_of_steps_counts_those_before_graphs(monkeypatch):
     """A replay allocates nothing, so that after the first one a new peak would lack the activations."""
     done = []
@@ -178,9 +138,8 @@ def test_pair_says_what_the_logs_say_of_the_steps_after_the_first(scripts, tiny,
         'backend': 'native', 'recipe': 'tensorwise', 'bf16 loss': 2.0, 'FP8 loss': 2.02, 'bf16 GB': None,
         'FP8 GB': None, 'bf16 tokens/s': 600.0, 'FP8 tokens/s': 600.0, 'ratio': 1.0,
         'verdict': 'train in bf16: x1.00', 'loss difference, %': pytest.approx(1)}
-    for least, middle in (plan.WORTH, 'train in bf16: x1.04'), (1.0, 'FP8 x1.04'):     # of a run, of a linear
-        said = [bench.gain({'bf16': took, 'FP8': 1.0}, least)['verdict'] for took in (0.9, 1.04, 1.05)]
-        assert said == ['SLOWER x0.90', middle, 'FP8 x1.05']
+    said = [bench.gain({'bf16': took, 'FP8': 1.0})['verdict'] for took in (0.9, 1.04, 1.05)]
+    assert said == ['SLOWER x0.90', 'train in bf16: x1.04', 'FP8 x1.05']
     assert [(flags['fp8_backend'], flags['max_steps'], flags['log_freq']) for flags in ran] == [
         ('off', 20, 1), ('native', 20, 1)]
 
@@ -192,7 +151,7 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
     with pytest.raises(MachineError, match='bf16 only: there is no CUDA GPU'):
         bench.main(words)
     assert ran == []
-    with pytest.raises(bench.Undecided, match='INCONCLUSIVE, .* seeds would decide') as refusal:
+    with pytest.raises(bench.Undecided, match='validation loss: INCONCLUSIVE$') as refusal:
         bench.main([*words, '--fp8_backend=native'])
     assert refusal.value.exit_code == 4
     [row] = result(tmp_path, 'quality-flags-2')['rows']
@@ -203,7 +162,7 @@ def test_quality_compares_what_the_logs_say(scripts, tiny, tmp_path, capsys):
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row['95%'] == pytest.approx([1.5 - 12.706 * 0.5, 1.5 + 12.706 * 0.5])
     assert [*row['curve'].values()][-1] == [row['gap, %'], row['95%']]
-    assert [*row['curve']] == ['0', '2560', '5120', '7680', '10240']      # as plot.py reads them
+    assert [*row['curve']] == ['0', '2560', '5120', '7680', '10240']
     assert [(run['fp8_backend'], run['seed']) for run in ran] == [*ends]
     said = capsys.readouterr().out
     assert 'max_tokens is not used: --steps decides' in said and 'max_hours is' not in said
@@ -227,19 +186,13 @@ def test_verdicts():
             ([2.0, 4.0], [2.06, 4.12], 3, 'FAIL'),
             ([2.0], [2.22], 11, 'INCONCLUSIVE, one seed'),
             ([1.0] * 3, [1.009, 1.01, 1.011], 1, 'WARN, worse by 0.5% to 2%'),
-            ([1.0] * 3, [1.0, 1.001, 1.008], 0.3, 'WARN, not more than 2% worse, 9 seeds would decide'),
+            ([1.0] * 3, [1.0, 1.001, 1.008], 0.3, 'WARN, not more than 2% worse'),
             ([1.0] * 3, [1.02, 1.03, 1.04], 3, 'FAIL'),
-            ([1.0] * 3, [0.99, 1.0, 1.01], 0, 'INCONCLUSIVE, 34 seeds would decide'),
+            ([1.0] * 3, [0.99, 1.0, 1.01], 0, 'INCONCLUSIVE'),
             ([2.0], [math.nan], math.nan, 'FAIL')):
         found, interval = bench.compare(bf16, eight)
-        made = bench.loss_verdict(found, interval, len(bf16))
+        made = bench.loss_verdict(found, interval)
         wrong += [(made, found)] * (made != verdict or found != pytest.approx(gap, nan_ok=True))
     assert wrong == []
     textbook = {1: 12.706, 4: 2.776, 10: 2.228, 11: 2.201, 15: 2.131, 30: 2.042, 120: 1.980}
     assert {freedom: round(bench.t95(freedom), 3) for freedom in textbook} == textbook
-
-
-def test_the_tables_of_the_pages_are_those_of_the_results():
-    pages = bench.new_pages()
-    assert [path for path, page in pages.items() if pathlib.Path(path).read_text() != page] == []
-    assert sum(len(bench.MARKED.findall(page)) for page in pages.values()) >= 3

@@ -264,7 +264,7 @@ def test_help_fits_a_screen_and_has_each_setting_and_each_name(capsys):
 
 
 def test_config_files_resolve_for_both_scripts():
-    for file in {*(ROOT / 'config').iterdir()} - {ROOT / 'config/sweep_penalty.yaml'}:      # sweep.py's
+    for file in {*(ROOT / 'config').iterdir()} - {ROOT / 'config/sweep_penalty.yaml'}:      # W&B's
         for script in 'train.py', 'train_fp8.py':
             configure(ROOT / script, [str(file)] * (file.suffix in ('.py', '.yaml')))
 

@@ -75,7 +75,7 @@ def test_gpus_with_and_without_fp8_units(monkeypatch, capsys):
     for name, capability, lines in (
             (H100, (9, 0), ['peak 989 TFLOP/s in bf16, 1,979 in fp8\n', '\nte        no recipe\n',
                             f'\nnative    {", ".join(list(fp8.RECIPES)[:5])}\n', 'auto      native (',
-                            'pip install --no-build-isolation -r requirements-te.txt', '\nhow fast FP8']),
+                            'pip install --no-build-isolation -r requirements-te.txt', '\nwhat FP8 gains']),
             (A100, (8, 0), [f'\n{name:<10}no recipe\n' for name in ('native', 'te', 'torchao')]
              + ['\nemulate   tensorwise', '\nno FP8 units here'])):
         answers = {'is_available': True, 'get_device_capability': capability, 'get_device_name': name}

@@ -31,12 +31,13 @@ def test_choices_are_what_there_is():
 # command lines of the scripts that argparse reads: what the one line says
 BY_ARGPARSE = {
     'bench.py': 'required: command',
+    'bench.py gemm config/gpt2_fp8.py': '`python bench.py pair` with the same flags times whole',
     'bench.py pair --steps=0': "--steps: wants a whole number >= 1, not '0'",
     'plan.py --resume=latest': 'in place of --resume, --init_from=that checkpoint',
     'plan.py --dtype=fp32': 'plan.py models bf16 and FP8, not dtype=fp32',
     'plan.py --gpu=v100': "no data sheet of 'v100' here",
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
-    'sweep.py --name=../up': 'names a folder outside of sweeps/',
+    'sweep.py --max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
     'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
 }
 

@@ -5,7 +5,6 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
-import torch
 
 from conftest import ROOT, refused
 from fp8gpt.runlog import RunCurves
@@ -115,44 +114,22 @@ def test_a_log_of_anything_is_drawn_or_refused_in_one_line(tmp_path, here):
     assert code == 1 and f'no {tmp_path}/log.jsonl' in said
 
 
-def test_gap(tmp_path, here, monkeypatch):
-    seen, result = [], tmp_path / 'quality.json'
-    monkeypatch.setattr(plt, 'close', seen.append)
-    result.write_text(json.dumps({'rows': [
-        {'recipe': 'delayed', 'seeds': 3, 'curve': {'1000000': [0.5, [-1, 2]], '2000000': [-0.2, [-1, 0.6]]}},
-        {'recipe': 'mxfp8', 'verdict': 'needs another GPU'},
-        {'recipe': 'rowwise', 'seeds': 2, 'curve': {'1000000': [1, [0, 2]], '2000000': [math.nan, None]}}]}))
-    here('plot.py', 'gap', result, f'--out={tmp_path}/gap.png')
-    axes = seen[-1].axes[0]
-    assert [line.get_xydata().tolist() for line in axes.lines[1:]] == [[[1, 0.5], [2, -0.2]], [[1, 1]]]
-    assert [text.get_text() for text in axes.get_legend().texts] == [
-        'delayed: mean and 95% interval, 3 pairs of runs', 'rowwise: mean and 95% interval, 2 pairs of runs']
-    corners = axes.collections[0].get_paths()[0].vertices.tolist()
-    assert sorted(set(map(tuple, corners))) == [(1, -1), (1, 2), (2, -1), (2, 0.6)]
-    fine = [0.5, [1, 2]]
-    curves = {'1': [0.5, None]}, {'x': fine}, {'1': [0.5, [None, 1]]}, {'9' * 400: fine}, [1]
-    for rows in [], [3], 7, [{'curve': {'1': fine}}], *([{'seeds': 3, 'curve': c}] for c in curves):
-        result.write_text(json.dumps({'rows': rows}))
-        code, said = refused('plot.py', 'gap', result)
-        assert code == 2 and 'bench.py quality CONFIG --seeds=5' in said
-
-
-def test_formats(tmp_path, here, one_run):
+def test_the_pictures_of_the_pages_have_their_scripts(tmp_path, here, one_run):
     """The gradient is the loss's, so its scale is e5m2's largest number over its amax."""
-    out = here('plot.py', 'formats', one_run('train.py')[0] / 'latest.pt', f'--out={tmp_path}/formats.png')
+    for name in 'gap', 'formats':
+        said = f'plot.py draws no {name}: docs/fp8_{name}.py does, and says how at its top'
+        assert refused('plot.py', name, 'a.json') == (2, said)
+    here('docs/fp8_gap.py', ROOT / 'results/quality-quickstart.json', tmp_path / 'gap.png')
+    _, mean = plt.gcf().axes[0].lines
+    assert mean.get_xydata()[-1] == pytest.approx([1.024, 0.2256], rel=1e-3)     # as docs/fp8.md says
+    out = here('docs/fp8_formats.py', one_run('train.py')[0] / 'latest.pt', tmp_path / 'formats.png')
     amax, scale, largest = re.search(r'amax (\S+),[^$]*scale, (\S+): amax (\S+),', out).groups()
     digits = 0.5e-2     # three digits: half of the last, of 1.00
     assert float(scale) * float(amax) == pytest.approx(57344, rel=(1 + digits)**2 - 1)
     assert float(largest) == pytest.approx(57344, rel=digits) and '0.0% become 0' in out
-    assert (tmp_path / 'formats.png').read_bytes()[:4] == PNG
-
-
-def test_formats_of_a_run_that_has_diverged(tmp_path, one_run):
-    state = torch.load(one_run('train.py')[0] / 'latest.pt', weights_only=True)
-    state['weights']['ln_f.weight'].data.zero_()
-    torch.save(state, tmp_path / 'zero.pt')
-    said = f'{tmp_path}/zero.pt: its gradient is 0 or not finite: name an earlier checkpoint'
-    assert refused('plot.py', 'formats', tmp_path / 'zero.pt') == (2, said)
+    for name in 'gap', 'formats':
+        assert (tmp_path / f'{name}.png').read_bytes()[:4] == PNG
+    plt.close('all')
 
 
 def test_lr(tmp_path, here):

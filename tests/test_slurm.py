@@ -112,13 +112,14 @@ def test_a_sweep_is_a_point_a_task_or_an_agent(repository):
     for name, text in ('python', '$*'), ('wandb', '$AGENT wandb $*'):
         (repository / '.venv' / 'bin' / name).write_text(f'#!/bin/sh\necho "{text}"\n')
         (repository / '.venv' / 'bin' / name).chmod(0o755)
-    for options, words in (
-        ('--array=3', 'sweep.py config/sweep_penalty.yaml --point=3 --dataset=mine'),
-        ('', 'sweep.py config/sweep_penalty.yaml --dataset=mine'),
-        ('--export=SWEEP=other.yaml', 'sweep.py other.yaml --dataset=mine'),
-        ('--export=SWEEP_ID=me/llm-fp8/x1', 'wandb agent me/llm-fp8/x1'),
+    default = 'sweep.py config/sweep_shakespeare.py --point=3 --penalty_weight=0,0.005,0.01,0.02,0.05'
+    for options, flags, words in (
+        ('--array=3', '', default),
+        ('', '--max_lr=1,2', 'sweep.py config/sweep_shakespeare.py --max_lr=1,2'),
+        ('--export=SWEEP=other.py', '--max_lr=1,2', 'sweep.py other.py --max_lr=1,2'),
+        ('--export=SWEEP_ID=me/llm-fp8/x1', '', 'wandb agent me/llm-fp8/x1'),
     ):
-        typed(f'sbatch {options} slurm/sweep.sbatch --dataset=mine', repository)
+        typed(f'sbatch {options} slurm/sweep.sbatch {flags}', repository)
         [file] = (repository / 'logs').glob('*.out')
         agent = file.stem.split('_')[2] + ' ' if 'SWEEP_ID' in options else ''
         assert logs(repository, 'fp8_sweep')[0] == f'{agent}{words}\n'

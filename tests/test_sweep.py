@@ -1,6 +1,4 @@
 """Sweeps: what makes a grid, what is refused, runs that are done, cut off or fail. Agents: test_slurm.py."""
-import csv
-import io
 import json
 import math
 import os
@@ -11,58 +9,31 @@ import sys
 import pytest
 
 import sweep
-from configurator import SettingError, UserError, configure
-from conftest import ROOT, environment, run
+from configurator import UserError, configure
+from conftest import ROOT, environment, refused, run
 from fp8gpt import files
-
-YAML = '''
-program: train.py
-method: grid
-metric: {name: val/loss, goal: minimize}
-parameters:
-  max_lr: {values: [0.001, 1e-2]}
-  n_layer: {value: 1}
-'''
 
 
 def listed(*words):
     """Return the labels of a command line's points."""
-    return [os.path.basename(one.folder) for one in sweep.points([*map(str, words)])]
+    return [os.path.basename(folder) for folder, *_ in sweep.points(words, None)]
 
 
-@pytest.fixture
-def written(tmp_path):
-    def write(text, name='grid'):
-        path = tmp_path / f'{name}.yaml'
-        path.write_text(text)
-        return path
-    return write
-
-
-def test_lists_on_a_command_line_and_in_a_file_make_a_grid(written, monkeypatch, capsys):
+def test_lists_make_a_grid(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = ['--fp8_keep=h.0,mlp.down', '--max_lr=1e-3,2e-3', '--use_fp8=on,off']    # a text is taken whole
     assert listed('config/quickstart.py', *words) == [
         f'max_lr={lr},use_fp8={switch}' for lr in ('1e-3', '2e-3') for switch in ('on', 'off')]
-    words = ['--max_lr', '1e-3,2e-3', '--no_fp8', '--config', 'config/quickstart.py']
-    assert listed(*words) == ['max_lr=1e-3', 'max_lr=2e-3']
-    path = written(YAML)
-    assert listed(path) == ['max_lr=0.001', 'max_lr=1e-2']
-    assert listed(written(YAML.replace('method: grid\n', ''))) == ['max_lr=0.001', 'max_lr=1e-2']
-    assert listed(path, '--seed=1,2')[:2] == ['max_lr=0.001,seed=1', 'max_lr=0.001,seed=2']
-    assert listed(path, '--max_lr=0.5') == ['max_lr=0.5']
-    first, second = (one.settings for one in sweep.points(['--seed=7', str(path)]))
-    assert (first['max_lr'], first['n_layer'], first['seed']) == (1e-3, 1, 7)
-    assert second['max_lr'] == 1e-2
-    line = '${env} ${interpreter} ${program} --seed=7 --overwrite --use_wandb --run_name=${envvar:X} ${args}'
-    path = written(YAML.replace('method:', f'command: {line.split()}\nmethod:'))
-    first, _ = sweep.points(['config/sweep_shakespeare.py', str(path)])
-    assert first.folder == 'sweeps/sweep_shakespeare/max_lr=0.001'
-    names = 'seed', 'use_wandb', 'overwrite', 'run_name', 'n_embd', 'n_layer'
-    assert [first.settings[name] for name in names] == [7, False, False, 'sweep', 96, 1]
-    # a line each, as slurm/sweep.sbatch counts them
-    sweep.main(['config/sweep_penalty.yaml', '--dry_run'])
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    words = ['--learning_rate', '5', '--no_fp8', '--config', 'config/quickstart.py', '--use_flash_attn']
+    words += ['--learning_rate', '1e-3,2e-3']
+    for (folder, values, line), lr in zip(sweep.points(words, None), ('1e-3', '2e-3'), strict=True):
+        assert (folder, values) == (f'sweeps/quickstart/learning_rate={lr}', {'learning_rate': lr})
+        settings = configure('train_fp8.py', line)
+        names = 'max_lr', 'use_fp8', 'n_embd', 'checkpoint_dir', 'resume'
+        assert [settings[name] for name in names] == [float(lr), False, 128, folder, 'auto']
+    assert sweep.points(['--seed=7'], 's')[0][0] == 'sweeps/s/run'
+    sweep.main(['--n_layer=1,2', '--seed=1,2', '--dry_run'])
+    assert capsys.readouterr().out.splitlines()[3] == 'sweeps/sweep/n_layer=2,seed=2'   # --point=3
 
 
 def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
@@ -80,113 +51,84 @@ def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
 
 
 # words -> what the one line says
-MISTYPED = {
+NO_GRID = {
     '--max_lrr=1,2': 'the nearest is max_lr',
     '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
-    '--resume=latest': 'leave out resume',
-    '--dataset=a/b --beta2=0.9,0.9': 'two runs would share sweeps/sweep/beta2=0.9',
-    '--max_lr=1,2 --learning_rate=3,4': 'max_lr and learning_rate are one setting',
-    '--max_lr=1,2 --learning_rate=3': 'max_lr and learning_rate are one setting',
-    '--use_fp8=on,off --mixed_precision=fp8,bf16': 'use_fp8 and mixed_precision are one setting',
+    '--resume=latest': 'leave out --resume: the sweep sets resume',
+    '--out_dir=x': 'leave out --out_dir: the sweep sets checkpoint_dir',
+    '--max_lr=1,2 --learning_rate=3': 'the sweep sets max_lr, or another flag does',
+    '--use_fp8=on,off --mixed_precision=fp8,bf16': 'the sweep sets use_fp8, or another flag does',
+    'config/quickstart.py quickstart': "what is 'quickstart'?",
+    '--seed=1,2 --point=2': 'point=2, but the runs are 0 to 1',
 }
-# what stands in YAML, what is put there: what the one line says
-NO_GRID = {
-    ('method: grid', 'method: bayes'): 'method: bayes is for W&B alone',
-    ('method: grid', 'method: grid\nearly_terminate: {type: hyperband}'): 'early_terminate is for W&B alone',
-    ('{name: val/loss, goal: minimize}', '{name: hellaswag/acc, goal: maximize}'): 'is for W&B alone',
-    ('program: train.py', 'program: bench.py'): 'neither train.py nor train_fp8.py',
-    ('{values: [0.001, 1e-2]}', '{min: 0.1, max: 1}'): 'max_lr has neither a list of `values:`',
-    ('{values: [0.001, 1e-2]}', '{values: [0.001, null]}'): 'each a number or a text',
-    ('{values: [0.001, 1e-2]}', '{values: [[1], [2]]}'): 'each a number or a text',
-    ('max_lr:', 'overwrite:'): 'the sweep sets it',
-    ('program: train.py', 'command: ["${program}", "${args}", "${args_json}"]'): '${args_json} is refused',
-    ('program: train.py', 'command: ${program} ${args}'): 'command: ${program} ${args} is refused: it may',
+# sweep files of W&B: a grid, flat lines alone, aliases of aliases, Python by way of a file that runs none
+WANDB = {
+    'grid.yaml': 'program: train.py\nmethod: grid\nparameters: {max_lr: {values: [0.001, 1e-2]}}\n',
+    'flat.yml': 'program: run_sweep.py\nmethod: bayes\n',
+    'bomb.yaml': 'method: grid\nparameters: {a: &a [1, 1], b: &b [*a, *a], c: &c [*b, *b]}\n',
+    'evil.yaml': 'method: grid\nparameters: {config: {value: evil.py}}\n',
 }
-# aliases of aliases, a billion runs, and Python by way of a file that runs none
-NO_GRID['n_layer: {value: 1}', 'x: {value: &a [1, 1]}\n  y: {value: [*a, *a]}'] = 'is not YAML: write *a out'
-many = f'{{values: {list(range(1, 1000))}}}'
-NO_GRID['n_layer: {value: 1}', f'n_layer: {many}\n  seed: {many}\n  n_embd: {many}'] = '1,994,005,998 runs'
-for line in 'config: {values: [config/quickstart.py, config/../evil.py]}', '"config=a": {value: evil.py}':
-    NO_GRID['n_layer: {value: 1}', line] = 'would run Python'
-NO_GRID['method: grid', 'method: grid\ncommand: ["--config=evil.py"]'] = 'would run Python'
-# W&B's agent runs whatever `command` says; a stranger's file does not do that here
-for line in 'sh -c ls ${program} ${args}', '${interpreter} bench.py ${args}', '${program} -c ${args}':
-    NO_GRID['method:', f'command: {line.split()}\nmethod:'] = 'is refused: it may have'
 
 
-def test_what_makes_no_grid_is_refused_before_any_run(written, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    wrong, paths = [], iter(range(99))
-    cases = {line: (line.split(), message) for line, message in MISTYPED.items()}
-    for (before, after), message in NO_GRID.items():
-        assert before in YAML
-        cases[after] = [written(YAML.replace(before, after), next(paths))], message
-    for what, (words, message) in cases.items():
-        with pytest.raises(SettingError) as refusal:
-            listed(*words)
-        wrong += [what] * (message not in str(refusal.value) or '\n' in str(refusal.value))
-    assert wrong == []
+def test_what_makes_no_grid_is_refused_before_any_run(tmp_path, monkeypatch):
+    for name, text in {**WANDB, 'evil.py': 'open("ran", "w")', 'quickstart.py': 'max_lr = 1e-2'}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for line, message in NO_GRID.items():
+        code, said = refused('sweep.py', *line.replace('config/', '').split())
+        assert (code, message in said) == (2, True), (line, said)
+    for name in WANDB:
+        code, said = refused('sweep.py', name, '--max_lr=1,2')
+        assert code == 2 and said.endswith(f'`wandb sweep {name}`, then `sbatch --export=SWEEP_ID=... '
+                                           'slurm/sweep.sbatch`'), said
+    assert not (tmp_path / 'ran').exists() and not (tmp_path / 'sweeps').exists()
 
 
-def test_points_fail_stop_and_go_on(tmp_path, monkeypatch):
-    """n_head=2 is stopped once after its evaluation, 3 does not start, the loss of 4 is NaN. Nothing can be
-    printed, which ends no sweep."""
+def test_points_fail_stop_and_go_on(tmp_path, monkeypatch, capsys):
+    """n_head=2 is stopped once after its evaluation, 3 does not start, the loss of 4 is NaN."""
     taken = []
 
-    def train(command):
-        assert command[:2] == [sys.executable, str(ROOT / 'train_fp8.py')]
-        flags = dict(word.removeprefix('--').split('=', 1) for word in command if word.startswith('--'))
+    def train(words):
+        flags = dict(word.removeprefix('--').split('=', 1) for word in words)
         heads = int(flags['n_head'])
         taken.append(heads)
         assert flags['resume'] == 'auto'
         if heads == 3:
             return 2
-        records = [{'step': 0, 'time': 1.0, 'config': {}, 'device': 'a CPU', 'versions': {'torch': '2'}},
-                   *({'step': step, 'train/loss': 5.0, 'train/tokens_per_sec': 9.0, 'train/dt_ms': 2.0,
-                      'precision': 'bf16'} for step in (1, 2)),
-                   {'step': 2, 'val/loss': math.nan if heads == 4 else 5 / heads}]
+        records = [{'step': 2, 'val/loss': math.nan if heads == 4 else 5 / heads, 'val/bits_per_byte': None}]
         if taken != [4, 1, 3, 2]:
             records.append({'step': 2, 'finished': True})
-        with open(os.path.join(flags['checkpoint_dir'], 'log.jsonl'), 'w') as file:
-            file.writelines(json.dumps(record) + '\n' for record in records)
+        files.write_text(f'{flags["checkpoint_dir"]}/log.jsonl',
+                         ''.join(files.json_text(record) + '\n' for record in records))
         return 0
 
     def sweeps(*words):
-        with pytest.raises(UserError) as refusal:
+        with pytest.raises(UserError, match='1 of 4 runs failed: sweeps/s/n_head=3'):
             sweep.main(['--n_embd=64', '--n_head=4,1,3,2', '--name=s', *words])
         with open('sweeps/s/results.csv') as file:
-            return str(refusal.value), list(csv.DictReader(file))
+            table = file.read()
+        said = capsys.readouterr().out
+        assert said.endswith(table)
+        return said.splitlines()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, 'train', train)
-    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(open('/dev/full', 'wb', 0), write_through=True))
-    message, rows = sweeps()
-    assert message == '1 of 4 runs failed: sweeps/s/n_head=3'
-    assert [(row['n_head'], row['val loss']) for row in rows] == [
-        ('1', '5.0'), ('4', 'nan'), ('3', ''), ('2', '')]
-    message, rows = sweeps()
+    assert sweeps() == ['n_head,val loss,bits per byte', '1,5.0,', '4,NaN,', '3,,', '2,,']
+    skipped = [f'finished  sweeps/s/n_head={heads}: skipped' for heads in (4, 1)]
+    assert sweeps() == [*skipped, 'n_head,val loss,bits per byte', '2,2.5,', '1,5.0,', '4,NaN,', '3,,']
     assert taken == [4, 1, 3, 2, 3, 2]
-    assert [(row['n_head'], row['val loss']) for row in rows] == [
-        ('2', '2.5'), ('1', '5.0'), ('4', 'nan'), ('3', '')]
-    assert os.path.getsize('sweeps/s/results.png') > 10_000
-    assert (rows[0]['tokens/s'], rows[0]['torch'], rows[0]['device']) == ('9.0', '2', 'a CPU')
-    message, _ = sweeps('--seed=7')
-    assert 'was run with seed=1337, now 7: another --name' in message
 
 
-def test_runs_of_two_tokenizers_are_ranked_by_what_a_byte_takes_them(tmp_path, monkeypatch, capsys):
+def test_runs_of_two_tokenizers_are_ranked_by_what_a_byte_takes_them(tmp_path, monkeypatch):
     """The first has more nats per token, as its tokens are longer, and fewer per byte."""
     monkeypatch.chdir(tmp_path)
     found = sweep.points(['--n_layer=1,2,3'], 's')
-    for point, loss, bits in zip(found, (6.9, 3.4, math.nan), (3.0, 4.8, math.nan)):
-        records = [{'config': {}, 'device': 'a CPU', 'versions': {}, 'train/loss': 5.0, 'train/dt_ms': 2.0,
-                    'train/tokens_per_sec': 9.0}, {'val/loss': loss, 'val/bits_per_byte': bits},
-                   {'finished': True}]
-        files.write_text(f'{point.folder}/log.jsonl', ''.join(
-            json.dumps({'step': 1} | record) + '\n' for record in records))
+    for (folder, *_), loss, bits in zip(found, (6.9, 3.4, 'NaN'), (3.0, 4.8, 'NaN')):
+        record = {'step': 1, 'val/loss': loss, 'val/bits_per_byte': bits, 'finished': True}
+        files.write_text(f'{folder}/log.jsonl', json.dumps(record))
     sweep.report_sweep(found[::-1])
-    with open('sweeps/s/results.csv') as file:
-        assert [row['n_layer'] for row in csv.DictReader(file)] == ['1', '2', '3']
+    assert (tmp_path / 'sweeps/s/results.csv').read_text().splitlines()[1:] == [
+        '1,6.9,3.0', '2,3.4,4.8', '3,NaN,NaN']
 
 
 @pytest.mark.slow
