@@ -6,8 +6,8 @@ $ python sweep.py config/quickstart.py --max_lr=1e-2,2e-2 --beta2=0.95,0.99 --po
 
 Flags that `--help` does not list are settings of train_fp8.py. Commas separate the values of a flag, unless
 the setting takes any text. Each run has a folder in sweeps/quickstart/, named by the values that differ. The
-same command again skips finished runs and resumes those that were cut off; with other settings for all runs,
-give another --name. Ctrl-C and SIGTERM let the present run save itself first.
+same command again skips finished runs and resumes those that were cut off. Of --point, the one that ends last
+makes the table. Ctrl-C and SIGTERM let the present run save itself first.
 """
 import itertools
 import math
@@ -22,6 +22,7 @@ from configurator import (
     with_equals, with_other_names)
 
 SCRIPT = 'train_fp8.py'
+FITTED = {'batch_size', 'warmup_steps', 'decay_share', 'eval_freq'}     # which a run may set to what fits it
 PLACES = {'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'eval_only'}  # which the sweep sets
 
 
@@ -71,13 +72,20 @@ def train(words):
         process.wait()
 
 
-def result_of(folder):
-    """Return the last validation loss and bits per byte of a finished run; two empty texts for any other."""
+def result_of(folder, words=()):
+    """Return the last validation loss and bits per byte of a finished run; two empty texts for any other.
+    Raises SettingError where the words, if there are any, have other numbers than the run had."""
     record, last = {}, {}
     for record in files.read_log(f'{folder}/log.jsonl'):
         last |= record
-    # a resume appends records to the one that says `finished`
-    return ['finished' in record and last.get(f'val/{name}') or '' for name in ('loss', 'bits_per_byte')]
+    if 'finished' not in record:    # a resume appends records to the one that says so
+        return ['', '']
+    settings = configure(SCRIPT, words) if words else {}
+    for name in settings.keys() - FITTED:
+        before, value = last.get('config', {}).get(name, settings[name]), settings[name]
+        if type(value) in (int, float) and before != value:
+            raise SettingError(f'{folder} was trained with {name}={before}, not {value}: give another --name')
+    return [last.get(f'val/{name}') or '' for name in ('loss', 'bits_per_byte')]
 
 
 def report_sweep(found):
@@ -108,11 +116,11 @@ def main(words):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = []
     for folder, _, words in chosen:
-        if any(result_of(folder)):
+        if any(result_of(folder, words)):
             say(f'finished  {folder}: skipped')
         elif train(words):
             failed.append(folder)
-    if asked.point < 0:
+    if asked.point < 0 or all(any(result_of(folder)) for folder, *_ in found):
         report_sweep(found)
     if failed:
         raise UserError(f'{len(failed)} of {len(chosen)} runs failed: {" ".join(failed)}')

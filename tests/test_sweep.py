@@ -131,6 +131,21 @@ def test_runs_of_two_tokenizers_are_ranked_by_what_a_byte_takes_them(tmp_path, m
         '1,6.9,3.0', '2,3.4,4.8', '3,NaN,NaN']
 
 
+def test_the_task_of_an_array_that_ends_last_makes_the_table(tmp_path, monkeypatch):
+    """A finished run is skipped only where the numbers of the command are those that it had."""
+    def train(words):
+        settings = configure('train_fp8.py', words)
+        record = {'step': 1, 'val/loss': settings['max_lr'], 'config': dict(settings), 'finished': True}
+        files.write_text(f'{settings["checkpoint_dir"]}/log.jsonl', json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, 'train', train)
+    for point, is_made in (1, False), (0, True):
+        sweep.main(['--max_lr=1,2', '--max_steps=5', f'--point={point}'])
+        assert (tmp_path / 'sweeps/sweep/results.csv').exists() == is_made
+    with pytest.raises(UserError, match='max_lr=1 was trained with max_steps=5, not 6: give another --name'):
+        sweep.main(['--max_lr=1,2', '--max_steps=6'])
+
+
 @pytest.mark.slow
 def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
     words = [ROOT / 'sweep.py', *tiny, '--max_steps=600', '--seed=1,2', '--point=1']
