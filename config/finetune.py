@@ -1,10 +1,10 @@
 # Full fine-tuning of a pretrained model on one GPU: FP8 linears; the bf16 run is the same with train.py.
 # $ python train_fp8.py config/finetune.py --model_name=meta-llama/Llama-3.2-1B --batch_size=12
 # claim: FP8 x1.16 at 1B on one H100, random tokens (results/gpu/full_1b.json). Memory by plan.py's count:
-#   meta-llama/Llama-3.2-1B       --batch_size=12   11.6 GB
-#   meta-llama/Llama-3.2-3B       --batch_size=12   25.7 GB
-#   meta-llama/Meta-Llama-3.1-8B  --batch_size=8    55.0 GB
-#   Qwen/Qwen2.5-14B              --batch_size=4    96.5 GB
+#   meta-llama/Llama-3.2-1B       --batch_size=12   9.8 GB
+#   meta-llama/Llama-3.2-3B       --batch_size=12   23.1 GB
+#   meta-llama/Meta-Llama-3.1-8B  --batch_size=8    51.9 GB
+#   Qwen/Qwen2.5-14B              --batch_size=4    91.8 GB
 
 dataset = 'openmathinstruct2'
 # block_size: the default, 1,024 tokens or as many as the model reads

@@ -1,7 +1,7 @@
 # LoRA on a pretrained model whose weights are frozen, in FP8; the bf16 run is the same with train.py.
 # $ python train_fp8.py config/finetune_lora.py --model_name=meta-llama/Meta-Llama-3.1-8B
 # claim: FP8 x1.34 at 8B on one H100, random tokens (results/gpu/lora_8b.json). Memory by plan.py's count:
-#   meta-llama/Meta-Llama-3.1-8B  --batch_size=8    23.3 GB, in FP8 16.3 GB
+#   meta-llama/Meta-Llama-3.1-8B  --batch_size=8    20.2 GB, in FP8 13.0 GB
 
 dataset = 'openmathinstruct2'
 # block_size: the default, 1,024 tokens or as many as the model reads

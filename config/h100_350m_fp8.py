@@ -2,8 +2,8 @@
 # $ python prepare_data.py openwebtext
 # $ python train_fp8.py config/h100_350m_fp8.py
 # claim: not yet measured; steps of 32 x 1,024 tokens were (docs/fp8.md)
-# cost: 1.5 hours. By plan.py one H100 trains 1.13B tokens in them (0.97B in bf16), too few for the target;
-#       four H100s train 4.31B. With --max_hours=0 one H100 trains all 7B in 9.3 hours
+# cost: 1.5 hours. By plan.py one H100 trains 1.27B tokens in them (1.08B in bf16), too few for the target;
+#       four H100s train 5.06B. With --max_hours=0 one H100 trains all 7B in 8.3 hours
 
 init_from = 'h100-350m'            # 24 x 1024, 16 heads, 350.4M parameters
 dataset = 'openwebtext'

@@ -2,7 +2,7 @@
 # $ python prepare_data.py openwebtext
 # $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/openwebtext_adaptive.py
 # claim: not yet measured
-# cost: by plan.py 0.55 hours of 8 H100s, 4.4 GPU-hours; micro-batches of 64 there, of 128 on one
+# cost: by plan.py 0.56 hours of 8 H100s, 4.5 GPU-hours; micro-batches of 64 there, of 128 on one
 
 init_from = 'gpt2'
 dataset = 'openwebtext'

@@ -3,7 +3,7 @@
 # $ python prepare_data.py shakespeare --tokenizer=byte
 # $ python train_fp8.py config/shakespeare_adaptive.py      # batch_size=0 wants a GPU; on a CPU it is 8
 # claim: not yet measured
-# cost: by plan.py 7 s of steps on an H100, 70 s on an L4; the rest is compiling, for each of a few trials
+# cost: a GPU mostly compiles, for each of a few trials
 
 dataset = 'shakespeare'
 tokenizer = 'byte'

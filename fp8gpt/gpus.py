@@ -11,14 +11,13 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
     """Describe a GPU: dense TFLOP/s in bf16 and FP8 (None: none that runs here), summed in fp32, and TB/s of
     memory, as the data sheets have them; MiB of memory, as nvidia-smi has it (a data sheet's 80 GB are 81,559
-    MiB, 85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe; CUDA's capability."""
+    MiB, 85.5 GB); GB/s to other GPUs, both directions together, by NVLink or PCIe."""
     name: str
     bf16: float
     fp8: float | None
     bandwidth: float
     mebibytes: int
     link: int
-    capability: tuple
 
     @property
     def memory(self):
@@ -26,41 +25,22 @@ class Gpu(NamedTuple):
         return self.mebibytes * 2**20 / 1e9
 
 
-# The first pattern found in a lower-case name decides. Where a sheet gives TFLOP/s with sparsity, half of it.
+# The first pattern found in a lower-case name decides; an NVL card's figures are others, and not known here.
+# Where a sheet gives TFLOP/s with sparsity, half of it.
 GPUS = [(re.compile(rf'(?<![a-z0-9])({pattern})(?!\d)'), Gpu(*row)) for pattern, *row in (
-    ('gh200', 'GH200', 989, 1979, 4.0, 97_871, 900, (9, 0)),
-    ('h200.*nvl', 'H200 NVL', 835, 1671, 4.8, 143_771, 900, (9, 0)),
-    ('h200', 'H200', 989, 1979, 4.8, 143_771, 900, (9, 0)),
-    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600, (9, 0)),
-    ('h100.*nvl', 'H100 NVL', 835, 1671, 3.9, 95_830, 600, (9, 0)),
-    ('h100', 'H100 SXM', 989, 1979, 3.35, 81_559, 900, (9, 0)),
-    ('h800', 'H800', 989, 1979, 3.35, 81_559, 400, (9, 0)),
-    # NVIDIA has no sheet of it on its site; these are its resellers'
-    (r'h20\b(?! 3e)', 'H20', 148, 296, 4.0, 97_871, 900, (9, 0)),
-    # nvidia.com/en-us/data-center/gb200-nvl72, a 72nd of the rack
-    (r'gb200\b', 'GB200', 2500, 5000, 8.0, 189_471, 1800, (10, 0)),
+    ('h200(?!.*nvl)', 'H200', 989, 1979, 4.8, 143_771, 900),
+    ('h100.*pcie', 'H100 PCIe', 756, 1513, 2.0, 81_559, 600),
+    ('h100(?!.*nvl)', 'H100 SXM', 989, 1979, 3.35, 81_559, 900),
     # nvidia.com/en-us/data-center/hgx, an eighth of the board
-    (r'b300\b', 'B300', 2250, 4500, 8.0, 275_040, 1800, (10, 3)),
-    ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800, (10, 0)),
-    # NVIDIA Blackwell Architecture Technical Brief, an eighth of HGX B100; memory: its 192 GB
-    (r'b100\b', 'B100', 1750, 3500, 8.0, 183_105, 1800, (10, 0)),
-    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600, (8, 0)),
-    ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600, (8, 0)),
-    # nvidia.com/en-us/data-center/l4, l40 and l40s
-    (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64, (8, 9)),
-    (r'l40\b', 'L40', 181, 362, 0.864, 46_068, 64, (8, 9)),
-    ('l40s', 'L40S', 362, 733, 0.864, 46_068, 64, (8, 9)),
-    # NVIDIA Ada GPU Architecture whitepapers, of RTX 6000 Ada and of GeForce
-    ('(rtx ?)?6000 ?ada', 'RTX 6000 Ada', 364, 728.5, 0.96, 49_140, 64, (8, 9)),
-    (r'(rtx)?4090(?! d\b|.*laptop)', 'RTX 4090', 165, 330, 1.008, 24_564, 64, (8, 9)),
+    ('b200', 'B200', 2250, 4500, 8.0, 183_359, 1800),
+    ('a100.*40', 'A100 40GB', 312, None, 1.555, 40_960, 600),
+    ('a100', 'A100 80GB', 312, None, 2.039, 81_920, 600),
+    # nvidia.com/en-us/data-center/l4
+    (r'l4\b', 'L4', 121, 242.5, 0.3, 23_034, 64),
+    # NVIDIA Ada GPU Architecture whitepaper of GeForce
+    (r'(rtx)?4090(?! d\b|.*laptop)', 'RTX 4090', 165, 330, 1.008, 24_564, 64),
     # images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
-    (r'(rtx)?5090(?! d\b|.*laptop)', 'RTX 5090', 209.5, 419, 1.792, 32_607, 128, (12, 0)),
-    # Data sheets of the editions: fp32 at 120, 110 (Max-Q) and 126 TFLOP/s, of which bf16 is 4 times as much
-    (r'rtx ?pro ?6000\b.*server', 'RTX PRO 6000 Server', 480, 960, 1.597, 97_887, 128, (12, 0)),
-    (r'rtx ?pro ?6000\b.*max q', 'RTX PRO 6000 Max-Q', 439, 878, 1.792, 97_887, 128, (12, 0)),
-    (r'rtx ?pro ?6000\b', 'RTX PRO 6000', 504, 1008, 1.792, 97_887, 128, (12, 0)),
-    # amd.com's data sheet; no backend here trains FP8 on it
-    (r'mi300x\b', 'MI300X', 1307, None, 5.3, 183_105, 896, (0, 0)))]
+    (r'(rtx)?5090(?! d\b|.*laptop)', 'RTX 5090', 209.5, 419, 1.792, 32_607, 128))]
 
 
 def find_gpu(name):

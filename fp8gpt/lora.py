@@ -43,11 +43,6 @@ class Spec:
                                f'{", ".join(sorted(there))}; all is every one of them')
         return sorted(there if 'all' in asked else asked)
 
-    def linears(self, config):
-        """Return [(in_features, out_features)] of a block's linears that have adapters."""
-        chosen = set(self.chosen(config)) if self.rank else set()
-        return [(k, sum(rows.values())) for _, k, rows in slices(config) if chosen & rows.keys()]
-
     def parameters(self, config):
         """Return the number of the adapters' weights."""
         chosen = self.chosen(config) if self.rank else ()

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import fake_cuda
-import plan
 from conftest import run
 from model import PRESETS
 
@@ -19,21 +18,12 @@ def counted(**asked):
     return json.loads(run('tests/fake_cuda.py', json.dumps(asked), fork=False).stdout.splitlines()[-1])
 
 
-def modelled(preset, sequences, recipe, kernels):
-    """Return plan.BLOCK_KERNELS's bytes of a block."""
-    config = PRESETS[preset]
-    C, qkv, up, weight, _ = plan.BLOCK_KERNELS[recipe + ' triton' * (kernels == 'triton')]
-    (_, k, of_qkv), _, (_, _, of_up), _ = linears = config.linears()[:4]
-    of_token = C * config.n_embd + qkv * of_qkv + up * of_up
-    return sequences * config.block_size * of_token + weight * sum(k * n for _, k, n in linears)
-
-
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
     ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, 4.18), (27, 55, 61)),
     ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.52, 2.58), (62, 58)),
     ('h100-350m', [DELAYED], (4.44,), (47,)),
 ])
-def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gigabytes, launches):
+def test_bytes_of_a_block_are_those_known(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4%, and three launches, between torch 2.11
     and 2.13. Tensorwise stores no FP8 byte by byte: torch.compile's casts for delayed scaling do from torch
     2.13 on, transposed, which no count of bytes shows, so fp8.check_choice refuses them."""
@@ -41,9 +31,6 @@ def test_bytes_of_a_block_are_those_known_and_those_planned(preset, choices, gig
     rows = counted(preset=preset, sequences=sequences, choices=choices, ptx=inductor)
     assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)
     assert [row['launches'] for row in rows] == pytest.approx(launches, abs=3)
-    names = [('bf16' if backend == 'off' else recipe, kernels) for backend, recipe, kernels in choices]
-    planned = [modelled(preset, sequences, *name) for name in names]
-    assert planned == pytest.approx([row['bytes'] for row in rows], rel=0.1)
     if inductor:
         assert all(row['assembled'] > 10 and row['spills'] == 0 for row in rows)
         assert [row['scattered'] for row in rows] == [0, 0, 2 * (torch.__version__ >= '2.13')]

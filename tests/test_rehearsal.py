@@ -81,10 +81,10 @@ def test_each_item_of_a_part_runs_and_leaves_its_json(part, checkout, tmp_path):
             cannot = set(CANNOT) & set(map(str, row.values()))
             assert cannot or float in map(type, row.values()), row      # else the verdict is an error
     if part == 'calibrate':
-        assert made['constants'].keys() >= {'MATMUL bf16', 'MATMUL fp8', 'ATTENTION', 'TRAFFIC', 'HOST'}
+        assert made['constants'].keys() >= {'MATMUL bf16', 'MATMUL fp8', 'TRAFFIC', 'HOST'}
     if part == 'gpt2':
         assert [row['variant'] for row in made['rows']] == ['bf16', 'triton', 'delayed', 'head', 'inductor']
-        assert all(row['tokens/s'] > 0 and row['plan ms'] > 0 for row in made['rows'])
+        assert all(row['tokens/s'] > 0 and row['plan GB'] > 0 for row in made['rows'])
     if part == 'train':
         assert 'recompiled 0 times' in done.stdout
         assert 'HellaSwag' in done.stdout and 'val loss' in done.stdout

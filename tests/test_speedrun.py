@@ -58,8 +58,8 @@ def finish(process, rc=0):
 def test_a_dry_run_plans_the_run_and_lists_the_stages(repository):
     out, _, told = finish(start(repository, '--dry_run', '--max_steps=10000', USD_PER_GPU_HOUR='3', GPUS='8'))
     assert told == STAGES
-    assert 'device    H100 SXM' in out
-    assert 'the run, USD at 3 an hour' in out
+    assert 'device    8 x H100 SXM' in out
+    assert re.search(r'hours, .*M tokens, \$\d', out)
     assert "'prepare_data.py' 'tiny' '--tokenizer=byte' '--data_files=text.txt' '--val_fraction=0.3'\n" in out
     assert "'--nproc_per_node=8' 'train_fp8.py' 'tiny.py' '--max_steps=10000' '--resume=auto'" in out
     assert not (repository / 'data').exists() and not (repository / 'checkpoints_tiny').exists()

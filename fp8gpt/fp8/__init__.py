@@ -482,7 +482,7 @@ def summary(model, choice):
 
 # --------------------------------------------------------------------------------------- between the steps
 
-FEWEST = 4      # micro-steps of a step from which caching pays, by plan.py: the eager cast moves more bytes
+FEWEST = 4      # micro-steps of a step from which caching pays: the eager cast moves more bytes
 
 
 class WeightCache:

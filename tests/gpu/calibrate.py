@@ -1,4 +1,4 @@
-"""Measure plan.py's constants on this GPU, in about two minutes; measure.sh calls this first.
+"""Measure a GPU's rates, as shares of its data sheet's, in about two minutes; measure.sh calls this first.
 
 $ python tests/gpu/calibrate.py results/gpu       # prints each figure, writes results/gpu/calibrate.json
 
@@ -17,7 +17,6 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-import plan  # noqa: E402
 from configurator import first_line  # noqa: E402
 from fp8gpt import files, fp8, graphs, optim, runlog  # noqa: E402
 from fp8gpt.fp8 import health  # noqa: E402
@@ -25,7 +24,6 @@ from fp8gpt.fp8.kernels.casts import VALUES, cast, partial_amaxes  # noqa: E402
 from fp8gpt.fp8.kernels.norms import norm_backward  # noqa: E402
 from fp8gpt.fp8.linear import E4M3, E5M2, TENSOR, Float8Tensor, Quantizer, scaled_mm, transpose  # noqa: E402
 from fp8gpt.gpus import device_name, find_gpu, gpu_of  # noqa: E402
-from fp8gpt.run import Length  # noqa: E402
 from model import GPT, PRESETS, AddNorm, GPTConfig, Linear  # noqa: E402
 
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
@@ -41,12 +39,6 @@ def clock(run):
     once = health.medians({'': run}, rounds=1, warmup=1)['']
     times = min(100, 1 + int(0.02 / once))
     return health.medians({'': run}, rounds=3, warmup=0, times=times)[''] if COMPILED else once
-
-
-def modelled(words, part):
-    """Return plan.py's seconds of a part of a micro-step in bf16."""
-    run = plan.settled(plan.plan_arguments([*words.split(), '--max_steps=9']).config)
-    return plan.Plan(run, GPU, fp8.OFF, Length.of(run.config, 1, 0)).seconds[part]
 
 
 def compiled(function):
@@ -84,7 +76,7 @@ def matmuls(constants, sizes):
                 taken, flops = clock(run), 2 * tokens * k * n
                 result = {'forward': tokens * n, 'dgrad': tokens * k, 'wgrad': k * n}[which]
                 operands = tokens * k + k * n + tokens * n - result
-                moved = (2 if precision == 'bf16' else 1) * operands + 2 * result   # as Plan.linear has it
+                moved = (2 if precision == 'bf16' else 1) * operands + 2 * result
                 share = flops / (getattr(GPU, precision) * 1e12) / taken
                 terms[precision].append([share, moved / BANDWIDTH / taken])
                 yield {'linear': f'{preset} {name}', 'pass': which, 'precision': precision, 'us': taken * 1e6,
@@ -100,7 +92,7 @@ def matmuls(constants, sizes):
 def attention(constants, sizes):
     """Time causal attention, both passes, by each of torch's backends at 1,024 tokens."""
     (_, config, tokens), *_ = sizes
-    T, C, shares = config.block_size, config.n_embd, []
+    T, C = config.block_size, config.n_embd
     for heads in (C // 64, C // 128):
         q, k, v, dy = (normal(tokens // T, heads, T, C // heads) for _ in range(4))
         inputs = [each.requires_grad_() for each in (q, k, v)]
@@ -116,14 +108,9 @@ def attention(constants, sizes):
                 with backend:
                     taken = clock(run)
                 row |= {'ms': taken * 1e3, 'TFLOP/s': 7 * tokens * T * C / taken / 1e12}
-                if name == 'default':
-                    words = f'--n_embd={C} --n_head={heads} --n_layer=1 --block_size={T}'
-                    known = modelled(f'{words} --batch_size={tokens // T}', 'attention')
-                    shares.append(plan.ATTENTION * known / taken)
             except RuntimeError as error:   # a backend that this device does not have
                 row['verdict'] = first_line(error)
             yield row
-    constants['ATTENTION'] = sum(shares) / len(shares)
 
 
 def traffic(constants, sizes):
@@ -185,9 +172,7 @@ def ends(constants, sizes):
     if COMPILED:
         model.compile()
     taken = clock(lambda: (model.zero_grad(), model(idx, idx).backward()))
-    words = f'--n_embd={config.n_embd} --n_head={config.n_head} --n_layer=1 --block_size={T}'
-    known = modelled(f'{words} --batch_size={tokens // T}', 'embedding, head and loss')
-    yield {'kernel': 'embedding, head and loss', 'ms': taken * 1e3, 'modelled ms': known * 1e3}
+    yield {'kernel': 'embedding, head and loss', 'ms': taken * 1e3}
 
 
 def launches(constants, sizes):
@@ -196,7 +181,8 @@ def launches(constants, sizes):
     yield {'launch': 'x.add_(1) in eager mode', 'us': clock(lambda: x.add_(1)) * 1e6}
     stream = [normal(1, 16, 128, requires_grad=True) for _ in range(2)]
     gradients = [normal(1, 16, 128) for _ in stream]
-    for kernels, row in (('inductor', 'bf16'), ('triton', 'tensorwise triton')):
+    # kernels between a block's multiplications, counted by tests/fake_cuda.py
+    for kernels, row, known in (('inductor', 'bf16', 23), ('triton', 'tensorwise triton', 57)):
         choice = fp8.Choice('native', kernels=kernels, reason='timed') if row != 'bf16' else fp8.OFF
         model = GPT(TINY, fp8.linear_factory(choice, Linear)).to(DEVICE)
         if COMPILED:
@@ -209,7 +195,6 @@ def launches(constants, sizes):
             torch.autograd.backward([x, delta], gradients)
             model.zero_grad()
         of_block = (clock(lambda: run(5)) - clock(lambda: run(1))) / 4
-        known = plan.BLOCK_KERNELS[row][4]
         if row == 'bf16':
             constants['HOST'] = each = of_block / (known + 14)
         else:
@@ -218,7 +203,7 @@ def launches(constants, sizes):
 
 
 def main(out, quick):
-    """Print each row as it is measured, then the constants beside plan.py's, and write all to a JSON."""
+    """Print each row as it is measured, then the constants fitted to them, and write all to a JSON."""
     sizes = [(name, PRESETS[name], tokens) for name, tokens in (('gpt2', 32 * 1024), ('gpt2-xl', 16 * 1024))]
     if quick:
         sizes = [('tiny', TINY, 32)]
@@ -235,9 +220,7 @@ def main(out, quick):
             print(f'FAILED {measure.__name__}: {first_line(error)}', file=sys.stderr)
         if COMPILED:
             torch.cuda.empty_cache()
-    present = vars(plan) | {f'MATMUL {name}': list(shares) for name, shares in plan.MATMUL.items()}
-    print(runlog.markdown([{'constant': name, 'plan.py': present.get(name), 'measured': measured}
-                           for name, measured in constants.items()]))
+    print(runlog.markdown([{'constant': name, 'measured': measured} for name, measured in constants.items()]))
 
 
 if __name__ == '__main__':

@@ -4,7 +4,7 @@
 # $ bash tests/gpu/measure.sh train xl
 # $ bash tests/gpu/measure.sh peers tests rest
 #   kernels    2 min  whether the kernels are right: a wrong one voids all times
-#   calibrate  2 min  plan.py's constants: raw multiplications, attention, kernels, the head, AdamW, launches
+#   calibrate  2 min  this GPU's rates: raw multiplications, attention, kernels, the head, AdamW, launches
 #   gpt2       4 min  steps of GPT-2 124M, 32 x 1,024 tokens, in bf16 and each FP8, profiled, in one process
 #   peers      4 min  nanoGPT's training step, nanochat's FP8 linear and block
 #   xl         3 min  gpt2's figures for GPT-2 XL, 16 x 1,024 tokens
@@ -67,8 +67,7 @@ item() {  # SECONDS TITLE WORDS...: one measurement, at most so long; prints the
     echo "   ($((SECONDS - start)) s)"
 }
 steps() {  # SECONDS NAME VARIANTS SETTINGS...: see steps.py
-    item "$1" "steps of $2: $3" "$python" tests/gpu/steps.py "$out/$2.json" "$3" "${@:4}" "${extra[@]}" $four \
-        ${quick:+--vocab_size=256}
+    item "$1" "steps of $2: $3" "$python" tests/gpu/steps.py "$out/$2.json" "$3" "${@:4}" "${extra[@]}" $four
 }
 
 wheels=.whl
@@ -90,7 +89,7 @@ for part; do
         item 110 'kernels' "$python" -m pytest tests/gpu -q "${workers[@]}" -rf --tb=line --show-capture=no -p no:cacheprovider \
             -k 'casts_kernels or norms_kernel or operands_are or (fused and tensorwise)'
         ;;
-    calibrate) item 120 'constants of plan.py' "$python" tests/gpu/calibrate.py "$out" ${quick:+quick} ;;
+    calibrate) item 120 'rates of this GPU' "$python" tests/gpu/calibrate.py "$out" ${quick:+quick} ;;
     gpt2) steps 240 124m bf16,triton,delayed,head,inductor "${gpt2[@]}" ;;
     peers)
         peer() { item "$1" "$2" "$python" tests/gpu/rivals.py "${2,,}" "$out" ${quick:+quick}; }

@@ -4,11 +4,9 @@ $ python tests/gpu/steps.py results/gpu/gpt2.json bf16,triton config/gpt2_fp8.py
 
 The second word names rows of VARIANTS, the others are settings. For each variant: what plan.py predicts,
 printed before it is measured; the median of three turns of three steps; three steps more under
-torch.profiler, by kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels and
-plan.py's parts too.
+torch.profiler, by kinds of kernels. Weights and tokens are random. The JSON has the ten longest kernels, too.
 """
 import cProfile
-import dataclasses
 import gc
 import pathlib
 import pstats
@@ -131,15 +129,16 @@ def training(run, choice, count):
 
 def measure(words, row):
     """Fill a variant's row of measured and modelled figures."""
-    run = plan.settled(plan.plan_arguments(words).config)
+    run, model = plan.settled(plan.plan_arguments(words).config)
     options, tokens = fp8.Options.of(run.config), run.batch_size * run.window_config.block_size
     count = micro_steps(run.config, run.batch_size, 1)
     choice = fp8.choose(options, fp8.Place(DEVICE, tokens, compiling=DEVICE.type == 'cuda'))
     gpu = gpu_of(DEVICE) or find_gpu('h100')
-    modelled = dataclasses.replace(choice, backend='native') if choice.on else choice
-    made = plan.Plan(run, gpu, modelled, Length.of(run.config, 1, 0))
-    row |= {'plan ms': 1e3 * sum(made.seconds.values()), 'plan GB': sum(made.memory.values()) / 1e9}
-    print(f'prediction: {row["variant"]}: {made.speed:,.0f} tokens/s on {gpu.name}', flush=True)
+    length = Length.of(run.config, 1, 0)
+    seconds = plan.step_seconds(run, model, gpu, length, gpus=1)
+    row['plan ms'] = 1e3 * seconds.get('FP8' if choice.on else 'bf16', 0.0)     # 0: no gain is measured
+    row['plan GB'] = sum(plan.memory(run, model, 1, choice.on).values()) / 1e9
+    print(f'prediction: {row["variant"]}: {row["plan ms"]:.1f} ms a step on {gpu.name}', flush=True)
     train = training(run, choice, count)
     if DEVICE.type == 'cuda':   # before the launched steps: what a graph replays is not counted
         torch.cuda.reset_peak_memory_stats()    # building, in fp32, may have taken more than a step
@@ -161,9 +160,7 @@ def measure(words, row):
                       for found in profiled_ms(seen))
     row |= kinds | {'idle': row['ms'] - sum(kinds.values())}
     longest = sorted(kernels, key=kernels.get, reverse=True)[:10]
-    parts = {name: 1e3 * seconds for name, seconds in made.seconds.items()}
-    return {'parts by plan.py, ms': parts, 'host, calls and ms': host,
-            'longest, ms': {name[:100]: kernels[name] for name in longest}}
+    return {'host, calls and ms': host, 'longest, ms': {name[:100]: kernels[name] for name in longest}}
 
 
 def main(path, names, *words):
