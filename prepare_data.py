@@ -10,13 +10,15 @@
     python prepare_data.py openmathinstruct2 --tokenizer=meta-llama/Llama-3.2-1B    # to fine-tune on
     python prepare_data.py chats --data_files='chats/*.jsonl' --tokenizer=FOLDER
 
-A row of parquet, JSON or CSV is a document; a txt file is cut at each <|endoftext|>, at the first blank line
-past each 8 KiB (an eighth of a short text that is alone), and at line ends where 64 KiB have no blank line.
-The name of each kind may go on with .gz or .zst. What the tokenizer writes before a text stands before each
-document, and EOT behind it, unless that is EOT. Rows with messages, or prompt and completion, or other
-columns of sft.COLUMNS, are examples to fine-tune on: sft.py turns them into tokens and masks. Documents keep
-their order: the loader permutes them. A hash of a document's text decides its split, so a text that occurs
-twice is never in both splits.
+A row of parquet, JSON or CSV is a document. A txt file is cut at each <|endoftext|>, at the first blank line
+past each 8,192 characters, and at line ends where 65,536 have no blank line. Text is UTF-8, JSON one list or
+a row a line, and CSV begins with names; text of each kind may be packed (.gz, .zst). What the tokenizer
+writes before a text stands before each document, and EOT behind it, unless that is EOT.
+
+Rows with messages, or prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on:
+sft.py turns them into tokens and masks. Documents keep their order: the loader permutes them. A hash of a
+document's text decides its split, so a text that occurs twice is never in both splits; of a txt file that is
+alone, the last tenth is for validation.
 
 At the end of each shard, the shard of the other split that is under way is written too, and meta.json holds
 the stream's position. After a kill at any moment, the same command goes on from the last finished shard and
@@ -27,7 +29,6 @@ from configurator import (
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, csv, tsv, txt, py: globs with commas between; any dataset name
-encoding = ''          # of text files without a byte order mark, as latin-1; empty: UTF-8
 text_column = 'text'   # column (parquet, CSV) or key (JSON) that holds a document
 subset = ''            # part of a dataset on the hub, or default; empty: default (fineweb_edu: sample-10BT)
 split_name = ''        # of a dataset on the hub; empty: train, of openmathinstruct2 train_1M
@@ -36,7 +37,7 @@ tokenizer = 'auto'     # auto (gpt2, byte for stdlib) | gpt2 | byte | a folder o
 data_dir = 'data'      # shards go to <data_dir>/<dataset>[-<split>]-<tokenizer>
 max_tokens = 0         # >= 0: stop at the first document end at or past so many, in both splits; 0: all
 shard_tokens = 10**8   # >= 1, <= 1e9: tokens after which a shard ends; held in memory, 400 MB of uint16
-val_fraction = 0.0     # >= 0, < 1: share for validation; 0: the dataset's or 0.005; at least 20 rows or 5%
+val_fraction = 0.0     # >= 0, < 1: share for validation; 0: 0.005 of texts, 0.05 of examples, 0.1 of one .txt
 num_workers = 0        # >= 0, <= 1024: tokenizing processes; 0: one per CPU core (for bytes one is enough)
 verify = False         # read the shards again and compare them with meta.json
 overwrite = False      # redo a dataset that is prepared already
@@ -49,7 +50,6 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
-import csv
 import gc
 import hashlib
 import itertools
@@ -58,7 +58,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import re
 import shlex
 import signal
 import sys
@@ -78,12 +77,9 @@ from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
 CHUNK = 64  # documents that a worker takes at once
 CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
-HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
-LEAST = 20  # documents for validation, or a twentieth of all if that is less
-PIECE = 8192    # bytes of a txt file, past which a blank line ends a document; an eighth of a short one
-GAP = 8 * PIECE     # bytes of a txt file that may have none: of more, a line's end ends a document
-BEFORE_ROW = re.compile(r'\s*[\[,]\s*')      # in a list of JSON
-BLANK_LINE = re.compile(rb'\n[^\S\n]*\n')
+FEWEST = 400    # rows that are read before it is said that too many cannot be used
+PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
+BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
 NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
@@ -126,22 +122,21 @@ def kind_of(path):
     return splitext(path)[1].lower() or '.txt'
 
 
-def rows_of_file(path, columns, encoding=None, is_alone=False):
+def rows_of_file(path, columns, piece=PIECE):
     """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
-    read. columns: those to read of a parquet file; None: all. is_alone: a txt file is the whole dataset, and
-    becomes several documents, however short it is."""
+    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
     kind = kind_of(path)
     if kind == '.parquet':
         return rows_of_parquet(path, columns)
-    text = files.text_of(path, encoding)
-    return rows_of_txt(text, is_alone) if kind == '.txt' else ROWS_OF[kind](text)
+    if kind in ('.csv', '.tsv'):
+        return rows_of_csv(path, ',' if kind == '.csv' else '\t')
+    text = files.text_of(path)
+    return rows_of_txt(text, piece) if kind == '.txt' else ROWS_OF[kind](text)
 
 
 def rows_of_parquet(path, columns):
     """Yield the rows of a parquet file, of those columns that it has; of all where it lacks the first."""
     import pyarrow.parquet as pq
-    if path.endswith(files.PACKED):
-        path = files.open_bytes(path).read_buffer()
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
@@ -164,75 +159,34 @@ def check_names(names):
         raise ValueError(f'its header names a column twice ({", ".join(named):.300}): rename one')
 
 
-def rows_of_csv(text):
-    """Yield the rows of CSV, with commas, semicolons or tabs, whose first row names the columns. A row that
-    cannot be read counts as all its lines: a quote that is not closed takes the rows behind it along."""
-    csv.field_size_limit(2**31 - 1)     # a document may be long
-    lines = files.lines_of(text)
-    header = next(lines, '')
-    between = max(',;\t', key=header.count)     # a spreadsheet's, where a comma is in numbers
-    reader = csv.DictReader(itertools.chain([header], lines), delimiter=between, strict=True)
-    check_names(reader.fieldnames or ())
-    while True:
-        done = reader.line_num
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            last = reader.reader.line_num       # DictReader's own is behind
-            error = DataError(f'lines {done + 1:,} to {last:,} are no row ({error}): are quotes missing?')
-            yield from [error] * (last - done)
-            reader.line_num = last
-            continue
-        if row is None:
-            return
-        if None in row or None in row.values():
-            row = DataError('it has not as many fields as the header: are quotes missing?')
-        yield row
-
-
-def object_of(pairs):
-    """Return the object of JSON that has these pairs of key and value, a DataError where a key is twice
-    there."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        return DataError(f'an object has a key twice ({", ".join(key for key, _ in pairs):.100})')
-    return found
+def rows_of_csv(path, delimiter):
+    """Yield the rows of CSV, each column as text. The first row names the columns. Raises pyarrow's error,
+    with the number of the row, for one that has not as many fields."""
+    from pyarrow import csv, string
+    how = (csv.ReadOptions(use_threads=False, block_size=BLOCK),
+           csv.ParseOptions(delimiter=delimiter, newlines_in_values=True))
+    with files.open_bytes(path) as file:
+        names = csv.open_csv(file, *how).schema.names
+    check_names(names)
+    with files.open_bytes(path) as file:
+        as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, string()))
+        for batch in csv.open_csv(file, *how, as_text):
+            yield from batch.to_pylist()
 
 
 def rows_of_json(text):
-    """Yield the rows of a JSON file: a list of them, {"data": the list}, one a line, or a single one. Of a
-    list that is cut short, the whole rows come before the error."""
-    text = ''.join(text).strip() or '[]'
-    decoder, end = json.JSONDecoder(object_pairs_hook=object_of), 0
-    try:
-        rows = decoder.decode(text)
-    except json.JSONDecodeError as error:
-        while before := BEFORE_ROW.match(text, end):
-            row, end = decoder.raw_decode(text, before.end())
-            yield row
-        # a row a line: two are "extra data"; or the first line is wrong
-        if end or error.msg != 'Extra data' and '\n{' not in text:
-            raise
-        yield from rows_of_jsonl([text])
-        return
-    if isinstance(rows, dict):
-        data = rows.get('data')
-        rows = data if isinstance(data, list) and isinstance([*data, 0][0], dict) else [rows]
-    yield from rows if isinstance(rows, list) else [rows]
+    """Yield the rows of a JSON file: a list of them, or one a line."""
+    text = ''.join(text).lstrip()
+    yield from json.loads(text) if text.startswith('[') else rows_of_jsonl([text])
 
 
 def rows_of_jsonl(text):
-    """Yield the rows of JSON lines. A list is taken for its rows, as people give one the same ending."""
-    lines = filter(str.strip, files.lines_of(text))
-    for number, line in enumerate(lines):
+    """Yield the rows of JSON lines."""
+    for line in filter(str.strip, files.lines_of(text)):
         try:
-            row = json.loads(line, object_pairs_hook=object_of)
+            yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            if not number and line.lstrip().startswith('['):        # it has several lines
-                yield from rows_of_json(itertools.chain([line], lines))
-                return
-            row = DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
-        yield from row if isinstance(row, list) and not sft.are_messages(row) else [row]
+            yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
 
 
 def rows_of_py(text):
@@ -241,55 +195,32 @@ def rows_of_py(text):
         yield {'text': whole}
 
 
-def sections(text):
-    """Yield (part, whether a document ends behind it) of a text that comes in parts: it ends with the text,
-    and at the mark <|endoftext|>, by which TinyStories' files and others part theirs."""
-    rest = ''
-    for part in text:
-        *whole, rest = (rest + part).split(EOT)
-        for each in whole:
-            yield each.strip('\n'), True
-        rest = rest.lstrip('\n') if whole else rest
-        known = len(rest) - len(EOT)    # what follows may be the beginning of a mark
-        if known > 0:
-            yield rest[:known], False
-            rest = rest[known:]
-    yield rest, True
+def rows_of_txt(text, piece):
+    """Yield the documents of a text that comes in parts. A document ends at the mark EOT, without the line
+    ends around it; past `piece` characters at the first blank line; past 8 times so many at a line's end."""
+    kept, size, is_marked = [], 0, False
+    for line in files.lines_of(text, 8 * piece):
+        for number, part in enumerate(line.split(EOT)):
+            if number:      # a mark stands before this part
+                yield from [{'text': ''.join(kept).rstrip('\n')}] * bool(size)
+                kept, size, is_marked = [], 0, True
+            if is_marked and not size:
+                part = part.lstrip('\n')
+            kept.append(part)
+            size += len(part)
+            if size >= piece and (size >= 8 * piece or not part.strip()):
+                yield {'text': ''.join(kept)}
+                kept, size, is_marked = [], 0, False
+    yield from [{'text': ''.join(kept)}] * bool(size)
 
 
-def rows_of_txt(text, is_alone):
-    """Yield the pieces of the sections of a text that comes in parts. Each ends as end_of_piece says, but the
-    last one of a section may be half as long again."""
-    first, rest = next(text, ''), bytearray()
-    # of a short text, the one piece that is for validation is an eighth: it has to fill a window
-    most = min(PIECE, max(512, len(first.encode()) // 8)) if is_alone else PIECE
-    for part, is_end in sections(itertools.chain([first], text)):
-        rest += part.encode()
-        while end := end_of_piece(rest, most, most + most // 2 if is_end else GAP):
-            piece = rest[:end].decode(errors='ignore')      # all but half a character
-            yield {'text': piece}
-            del rest[:len(piece.encode())]
-        if is_end and rest:
-            yield {'text': rest.decode()}
-            rest.clear()
+ROWS_OF = {'.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
+ENDINGS = '.parquet', '.csv', '.tsv', '.txt', *ROWS_OF
 
 
-ROWS_OF = {'.csv': rows_of_csv, '.tsv': rows_of_csv, '.json': rows_of_json, '.jsonl': rows_of_jsonl,
-           '.py': rows_of_py}
-ENDINGS = '.parquet', '.txt', *ROWS_OF
-
-
-def end_of_piece(rest, most, longest):
-    """Return where the first piece of a text ends: after the first blank line past `most` bytes that has text
-    behind it, within GAP; in more than `longest` bytes without one, at the last line's end before `most`,
-    else a space, else anywhere; else 0."""
-    blank = BLANK_LINE.search(rest, most - 1, GAP)
-    if blank and rest[blank.end():GAP].strip():
-        return blank.end()
-    if len(rest) <= longest:
-        return 0
-    line, word = (rest.rfind(mark, most // 2, most) + 1 for mark in (b'\n', b' '))
-    return line or word or most
+def is_one_text(paths):
+    """Return whether the paths are one txt file, whose last tenth is for validation."""
+    return len(paths) == 1 and kind_of(paths[0]) == '.txt'
 
 
 def rows_of(paths, meta, columns):
@@ -307,15 +238,12 @@ def rows_of(paths, meta, columns):
 def file_rows(paths, meta, columns):
     """Yield what rows_of does, of local files. A position is [path, rows of it that are done, its number]."""
     _, done, start = meta['progress']['position'] or ('', 0, 0)
+    # of a short text, too, a document begins in the last tenth, which is for validation
+    piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
         try:
-            rows = rows_of_file(path, columns, meta['settings'].get('encoding'), len(paths) == 1)
-            for row in itertools.islice(rows, done, None):
+            for row in itertools.islice(rows_of_file(path, columns, piece), done, None):
                 done += 1
-                if isinstance(row, str):    # of a list of texts
-                    row = {'text': row}
-                if sft.are_messages(row):   # nanochat's
-                    row = {'messages': row}
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]
@@ -510,17 +438,8 @@ def find_source(config, name, known):
     file at a URL is fetched if it is not there. Raises SettingError for what is no dataset, DataError where
     another file is in the place of that at a URL."""
     asked, patterns = config['dataset'], config['data_files']
-    try:
-        ''.encode(config['encoding'] or 'utf-8')
-    except LookupError as error:
-        raise SettingError(f'encoding={config["encoding"]}: {error}') from None
     if name and patterns:
-        paths = find_files(patterns)
-        if codec := files.marked_codec(paths[0]):
-            say(f'{paths[0]}: its byte order mark gives the encoding, {codec}')
-        return paths, 'local files'
-    if config['encoding']:
-        raise SettingError('--encoding is of --data_files')
+        return find_files(patterns), 'local files'
     if name == 'stdlib':
         return find_stdlib(), f'standard library of Python {sys.version.split()[0]}'
     if 'url' in known:
@@ -537,14 +456,6 @@ def find_source(config, name, known):
                        'hub, and any name with --data_files=...')
 
 
-def hash_of_files(paths):
-    """Return a hash of the files' names and sizes, and of their content if they are small."""
-    few = sum(map(getsize, paths)) < HASHED
-    contents = [(basename(path), getsize(path), sha256(pathlib.Path(path).read_bytes()) if few else '')
-                for path in paths]
-    return sha256(repr(contents).encode())[:16]
-
-
 def settings_of(config, known, paths, source, tokenizer):
     """Return meta.json's settings: all that the bytes depend on. Raises SettingError for a subset of what has
     none."""
@@ -553,13 +464,12 @@ def settings_of(config, known, paths, source, tokenizer):
         raise SettingError(f'{config["dataset"]} has no use for --subset')
     settings = {
         'source': source,
-        'files': hash_of_files(paths),
+        'files': shards.hash_of_files(paths),
         'subset': None if paths or subset == 'default' else subset,     # None: the hub's default
         'text_column': config['text_column'],
-        'encoding': config['encoding'] or None,     # None: also of shards from before there were encodings
         'tokenizer': tokenizer.name,
         'max_tokens': config['max_tokens'],
-        'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.005),
+        'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.0),
         'shard_tokens': config['shard_tokens'],
     }
     if tokenizer.closing:
@@ -597,33 +507,32 @@ def describe(config, name, known, tokenizer):
         first = itertools.islice(rows_of(paths, meta, None), CHUNK)
         names = [*{name: 0 for row, _ in first if isinstance(row, dict) for name in row}] or names
     choose_columns(config, meta, names, tokenizer)
+    usual = 0.1 if is_one_text(paths) else 0.05 if meta['template'] else 0.005
+    settings['val_fraction'] = settings['val_fraction'] or usual
     return paths, meta
 
 
 def choose_columns(config, meta, names, tokenizer):
     """Decide by the rows' columns whether they are texts or examples, for which meta gets the columns and the
-    template. Raises SettingError where it is neither."""
+    template: examples are rows that have no text, and with a model's tokenizer, or a template that is asked
+    for, also rows that have one. Raises SettingError where they are neither."""
     column, template = config['text_column'], config['template']
     examples = sft.columns_of(names)
-    # with a model's tokenizer, examples are to fine-tune it on, a text beside them or not
-    is_tuning = examples and tokenizer.folder and (len(examples) > 1 or tokenizer.chat_template)
-    is_text = column in names and ('text_column' in config.given or template == 'auto' and not is_tuning)
+    is_text = column in names and ('text_column' in config.given
+                                   or not (examples and (tokenizer.folder or template != 'auto')))
     if examples and not is_text:
         meta['template'] = sft.choose_template(template, examples, tokenizer)
         meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
         say_unused(names, {*examples, *sft.MORE} - ({'input'} if len(examples) == 1 else set()))
     elif column not in names:
-        forms = f'. Columns of examples are to be called {sft.FORMS}' if tokenizer.folder else ''
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
-                           f'--text_column names that of plain text{forms}')
+                           '--text_column names that of plain text. Columns of examples are to be called '
+                           f'{sft.FORMS}')
     elif template != 'auto':
         raise SettingError(f'--template={template} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
     else:
         say_unused(names, {column})
-        if examples and 'text_column' not in config.given:
-            say(f'{column!r} is read as plain text; --template={"plain" if len(examples) > 1 else "chat"} '
-                f'makes examples of {" and ".join(examples)} beside it')
 
 
 def say_unused(names, used):
@@ -641,44 +550,35 @@ def check_refused(meta, refused, rows, reasons):
                         f'twenty, so mend or remove them: {"; ".join(reasons[:3])}')
 
 
-def survey(meta, documents, least):
+def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents.
 
-    Those of the first shard, and 20 * LEAST at least, are held in memory to see what val_fraction would take.
-    Raises DataError where too many rows cannot be used, MachineError where fewer than two documents differ.
-    """
-    first, tokens = [], 0
+    Documents are for validation whose hash is below `threshold`: a share of all, and one of the first shard
+    at least, so that all answers to one question are in one split. Of one text those are that begin past
+    `held_from` bytes. Raises DataError where too many rows cannot be used, MachineError where fewer than two
+    documents differ."""
+    settings, keys, first, tokens = meta['settings'], set(), [], 0
+    share = int(settings['val_fraction'] * 2**64)
     for document in documents:
         first.append(document)
+        keys |= {document[2]} if len(document[1]) else set()
         tokens += len(document[1])
-        if tokens >= meta['settings']['shard_tokens'] and len(first) >= 20 * LEAST:
+        if tokens >= settings['shard_tokens'] or len(first) >= FEWEST and min(keys, default=share) < share:
             break
     refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
     check_refused(meta, len(refused), len(first), refused)
-    used = [(key, system) for _, ids, key, _, system in first if len(ids)]
-    keys = collections.Counter(key for key, _ in used)
     if len(keys) < 2:
         kind = 'questions' if meta['template'] else 'texts'
-        raise MachineError(f'{meta["source"]}: {len(first):,} rows, of which {len(used):,} can be used, with '
-                           f'{len(keys)} different {kind}; two are the least, since one is for validation')
-    meta['progress'] |= held_out(keys, meta['settings']['val_fraction'], least)
-    meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
+        raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(keys)} different {kind}; two '
+                           'are the least, since one is for validation')
+    meta['progress'] |= {'threshold': min(max(share, min(keys) + 1), max(keys)), 'held_from': None}
+    if is_one_text(paths) and not settings['max_tokens']:
+        size = sum(len(part.encode()) for part in files.text_of(paths[0]))
+        meta['progress']['held_from'] = int(size * (1 - settings['val_fraction']))
+    used = (system for _, ids, *_, system in first if len(ids))
+    meta['system'] = collections.Counter(used).most_common(1)[0][0]
     return itertools.chain(first, documents)
-
-
-def held_out(counts, fraction, least):
-    """Return what decides the split of documents by their hash, of which there are `counts`: those below
-    `threshold` are for validation, but for those `kept`.
-
-    They are `fraction` of all, but `least` or a twentieth if that is more. A hash that more documents have
-    than twice that share, as answers to one question, is kept for training."""
-    enough = min(least, math.ceil(len(counts) / 20))
-    most = max(2 * fraction * counts.total(), 2 * enough, min(counts.values()))
-    kept = [key for key in counts if counts[key] > most]
-    end = 2**64 if kept else max(counts)        # something has to be left for training
-    keys = [*sorted(counts.keys() - kept), end]
-    return {'threshold': min(max(int(fraction * 2**64), keys[min(enough, len(keys) - 1)]), end), 'kept': kept}
 
 
 def make(config, folder, paths, meta, tokenizer):
@@ -689,7 +589,7 @@ def make(config, folder, paths, meta, tokenizer):
     documents = counted(documents, tokens, config['max_tokens'] or math.inf)
     if not meta['shards']:
         # a source that cannot be read leaves no folder
-        documents = survey(meta, documents, 1 if config['val_fraction'] else LEAST)
+        documents = survey(meta, documents, paths)
         save_shards(folder, meta, {})       # shards.read_meta refuses the folder from now on
         for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
             os.remove(join(folder, old))
@@ -700,6 +600,7 @@ def make(config, folder, paths, meta, tokenizer):
         tokenizer.save(folder)
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
+    shards.verify(folder, meta)
     print_counts(meta, progress)
 
 
@@ -716,15 +617,9 @@ def print_counts(meta, progress):
         print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
 
 
-def cores(cgroup='/sys/fs/cgroup'):
-    """Return the CPU cores that this process may use: its affinity's, or a container's quota of time."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    for names in ['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']:        # versions 2 and 1
-        with contextlib.suppress(OSError, ValueError):      # no such file; 'max', which is no quota
-            texts = [pathlib.Path(cgroup, name).read_text() for name in names]
-            quota, period = map(int, ' '.join(texts).split())
-            found = min(found, math.ceil(quota / period)) if quota > 0 else found
-    return found
+def cores():
+    """Return the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
 def encode_rows(config, paths, meta, tokenizer):
@@ -753,7 +648,9 @@ def write_documents(folder, meta, documents, writers):
             progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
         if not len(ids):
             continue
-        is_held = key < progress['threshold'] and key not in progress['kept']
+        is_held, held_from = key < progress['threshold'], progress['held_from']
+        if held_from is not None:
+            is_held = sum(counts.get('bytes', 0) for counts in meta['splits'].values()) >= held_from
         split = 'val' if is_held else 'train'
         meta['splits'][split].update(tokens=len(ids), documents=1, **counts)
         if writers[split].add(ids):
@@ -855,22 +752,19 @@ def training_words(config, name, meta):
 
 
 def prepare_hellaswag(config, known):
-    """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, or fetched. Raises
-    SettingError where a file is there that --data_files would replace."""
+    """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, their jsonl, or
+    fetched. Raises SettingError where a file is there that --data_files would replace."""
     path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
     if exists(path) and given and not config['overwrite']:
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
-        with stated(f'{given} holds no HellaSwag items'):
-            lines = []      # JSON's, of whichever kind of file
-            for row in rows_of_file(given, None):
-                fits = isinstance(row, dict) and {'endings', 'label', 'activity_label'} <= row.keys()
-                if not (fits and isinstance(row['endings'], list) and str(row['label']) in {*'0123'}):
-                    raise ValueError(f'row {len(lines) + 1} is none')
-                lines.append(json.dumps(row) + '\n')
-            if not lines:
+        with stated(f'{given} is no jsonl of HellaSwag items'):
+            text = ''.join(files.text_of(given))
+            for line in text.splitlines():
+                json.loads(line)['endings'][int(json.loads(line)['label'])]
+            if not text:
                 raise ValueError('it is empty')
-        files.write_text(path, ''.join(lines))
+        files.write_text(path, text)
     elif config['overwrite'] or not exists(path):
         fetch(path, known)
     say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
@@ -888,7 +782,7 @@ def main(config):
         folder, meta = shards.find_dataset(config)
         if not meta:
             raise DataError(f'{folder} has no meta.json, by which its shards could be verified')
-        shards.check(folder, trust=False)
+        shards.verify(folder, meta)
         say(f'{folder}: all shards are as meta.json says')
     else:
         prepare(config, name, known)

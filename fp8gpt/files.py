@@ -1,5 +1,4 @@
 """Write files whole or not at all, hold locks, read texts and logs, find checkpoints."""
-import codecs
 import contextlib
 import errno
 import fcntl
@@ -7,6 +6,7 @@ import glob
 import io
 import itertools
 import json
+import math
 import os
 import secrets
 import socket
@@ -17,12 +17,9 @@ from os.path import dirname, exists, isdir, isfile, join, lexists, samefile
 from configurator import (  # noqa: F401  files.printable has callers
     STARTED, DataError, MachineError, MissingError, first_line, printable, say)
 
-PACKED = '.gz', '.zst'      # endings of files that open_bytes unpacks
+PACKED = '.gz', '.zst'      # endings of files that are unpacked
 SILENT = 600    # seconds after which a requeued run takes a lock that nothing but its file shows to be held
-PART = 2**20    # bytes that text_of decodes at once
-# UTF-32 before UTF-16, whose mark begins it
-MARKS = {codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32', codecs.BOM_UTF16_LE: 'utf-16',
-         codecs.BOM_UTF16_BE: 'utf-16', codecs.BOM_UTF8: 'utf-8-sig'}
+PART = 2**20    # characters that text_of yields at once
 
 
 def write(path, fill):
@@ -101,65 +98,34 @@ def open_bytes(path):
     return pyarrow.input_stream(path)   # it detects the compression by the name
 
 
-def marked_codec(path):
-    """Return the codec of a file's byte order mark, which drops the mark; '' where there is none. Raises
-    DataError for a file that cannot be read, as one that is not packed as its name says."""
-    try:
-        with open_bytes(path) as file:
-            head = file.read(4)
-    except OSError as error:
-        raise DataError(f'{path} cannot be read ({first_line(error)}): fetch or write it again') from error
-    return next((MARKS[mark] for mark in MARKS if head.startswith(mark)), '')
+def text_of(path):
+    """Yield the text of a file in UTF-8, with or without a byte order mark, in parts, with line ends as
+    Python reads them. Raises DataError for other bytes, and for a NUL, which other encodings have."""
+    advice = '`iconv -f latin-1 -t utf-8`, or -f utf-16, writes it so, if it is text'
+    with open_bytes(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), 'utf-8-sig') as file:
+        try:
+            while part := file.read(PART):
+                if '\0' in part:
+                    raise DataError(f'{path} has a NUL, and so is not UTF-8: {advice}')
+                yield part
+        except UnicodeDecodeError as error:
+            at = file.buffer.tell() - len(error.object) + error.start
+            raise DataError(f'{path}, byte {at:,}: not UTF-8 ({error.reason}): {advice}') from None
 
 
-def text_of(path, encoding=''):
-    """Yield the text of a file in parts, with line ends as Python reads them. A byte order mark decides the
-    encoding and is dropped; without one the file is in `encoding`, or UTF-8.
-
-    Raises DataError for bytes that are no such text, and for a NUL, which UTF-16 without a mark has after
-    each letter. The error counts bytes from 0."""
-    at, codec = 0, marked_codec(path) or encoding or 'utf-8'
-    decoder = codecs.getincrementaldecoder(codec)()
-    newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    with open_bytes(path) as file:
-        while True:
-            raw = file.read(PART)
-            try:
-                text = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:     # its object begins with the bytes that were held back
-                raise not_text(path, at + len(raw) - len(error.object), codec, error) from None
-            if '\0' in text:
-                start = raw.find(b'\0')
-                raise not_text(path, at, codec, UnicodeDecodeError(codec, raw, start, start + 1, 'a NUL'))
-            yield newlines.decode(text, final=not raw)
-            if not raw:
-                return
-            at += len(raw)
-
-
-def lines_of(text):
-    """Yield the lines, with their ends, of a text that comes in parts."""
+def lines_of(text, longest=math.inf):
+    """Yield the lines, with their ends, of a text that comes in parts; of a part's last line, if it is longer
+    than `longest` characters, pieces of that length."""
     rest = ''
     for part in text:
         *lines, rest = (rest + part).split('\n')
         for line in lines:
             yield line + '\n'
+        while len(rest) > longest:
+            yield rest[:longest]
+            rest = rest[longest:]
     if rest:
         yield rest
-
-
-def not_text(path, at, codec, error):
-    """Return the DataError for a UnicodeDecodeError in the bytes of a file from `at` on, with a guess at
-    their encoding. Where letters outside ASCII were right before the error, the encoding is right."""
-    import charset_normalizer
-    raw, block = error.object, error.start // 4096 * 4096
-    guess = charset_normalizer.from_bytes(raw[block:block + 4096]).best()
-    is_other = guess and guess.encoding.replace('_', '-') not in (codec, 'ascii')
-    looks = f'; it looks like {guess.encoding}' if is_other else ''
-    if not raw[:error.start].isascii() or len(raw) < 8:
-        looks = ', though the text before it is (damaged there?)'
-    return DataError(f'{path}, byte {at + error.start:,}: not {codec} ({error.reason}){looks}: save it as '
-                     'UTF-8, or give prepare_data.py its encoding, such as --encoding=latin-1')
 
 
 def read_json(path):

@@ -416,7 +416,8 @@ def ready(config):
 
 def prepare_examples(config):
     """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows. One
-    process on each machine prepares; the others wait."""
+    process on each machine prepares; the others wait. Raises MissingError where there is no such file, and
+    SettingError where its shards are of another content."""
     dataset, name = config['dataset'], shards.name_of_prepared(config)
     of_file = dataset.endswith(shards.ROWS)
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
@@ -424,13 +425,13 @@ def prepare_examples(config):
     folder = shards.dataset_dir(config)
     if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
+    words = [name if of_file else dataset, *shards.naming_flags(config)]
+    words += [f'--data_files={dataset}'] * of_file
+    command = shlex.join(['python', 'prepare_data.py', *words])
     if os.environ.get('WORLD_SIZE', '1') != '1' and int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
     elif not _is_prepared(folder):
-        words = [name if of_file else dataset, *shards.naming_flags(config)]
-        words += [f'--data_files={dataset}'] * of_file
-        command = shlex.join(['python', 'prepare_data.py', *words])
         if config['dry_run']:
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
@@ -440,6 +441,9 @@ def prepare_examples(config):
         if done.returncode:
             raise SystemExit(done.returncode)
     if of_file:     # so that a resume finds it after the file is edited or gone
+        if shards.read_meta(folder)['settings'].get('files') != shards.hash_of_files([dataset]):
+            raise SettingError(f'{folder} was made of another {dataset}, before an edit or elsewhere: '
+                               f'`{command} --overwrite` makes it anew')
         config['dataset'] = folder
 
 

@@ -10,9 +10,7 @@ Shards of examples for fine-tuning have a mask each, train_000000_mask.bin besid
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
 that an example begins with it.
 """
-import collections
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -20,7 +18,7 @@ import resource
 import shlex
 import zlib
 from glob import glob
-from os.path import abspath, basename, dirname, exists, getmtime, getsize, isdir, isfile, join, realpath
+from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join
 
 import numpy as np
 
@@ -32,10 +30,8 @@ HEADER = 256  # int32 words
 FORMATS = {(20240520, 1): np.dtype('<u2'), (20240801, 7): np.dtype('<u4')}
 NAME = re.compile(r'(train|val)_\d{6}(_mask)?\.bin')    # as ShardWriter calls them; others' may differ
 TARGET, START = 1, 2  # bits of a mask
-# The crc32 and largest id of each shard that was read, by its path, inode, size and time of change: in the
-# user's folder, since a dataset may be a stranger's.
-CHECKED = os.path.join(
-    os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'fp8gpt-checked.json')
+HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
+LOOKED_AT = 2**20   # tokens of each shard whose ids are compared with the vocabulary
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
 BEFORE_TRAINING = 'FP8GPT_BEFORE_TRAINING'   # in the environment of a prepare_data.py that a run has started
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
@@ -76,20 +72,13 @@ def has_examples(name):
 
 def dataset_name(name):
     """Return the name under which a dataset is prepared: fineweb-edu and HuggingFaceFW/fineweb-edu are
-    fineweb_edu; org/some-name of the hub is some_name; rows/chats.jsonl is chats_1a2b3c4d, by its content, so
-    that after an edit it is another dataset. Raises SettingError for a name that DATASETS has of another org.
-    """
+    fineweb_edu; org/name of the hub is org--name; rows/chats.jsonl is chats."""
     for ending in ROWS:
         if name.endswith(ending):
-            stem = re.sub(r'[^\w.]', '_', basename(name.removesuffix(ending)))
-            return f'{stem}_{hash_of_file(name, getmtime(name))}' if isfile(name) else stem
-    org, _, short = name.rpartition('/')
-    short = short.replace('-', '_')
-    known = DATASETS.get(short, {}).get('hub', '')
-    if short in DATASETS and is_of_hub(name) and dirname(known).lower() != org.lower():
-        raise SettingError(f'{short} is {known or "another dataset"} here: give the files of {name} as '
-                           '--data_files, under another name')
-    return ALIASES.get(name, short)
+            return re.sub(r'[^\w.]', '_', basename(name.removesuffix(ending)))
+    if name in ALIASES:
+        return ALIASES[name]
+    return name.replace('/', '--') if is_of_hub(name) else basename(name).replace('-', '_')
 
 
 def is_of_hub(name):
@@ -97,14 +86,14 @@ def is_of_hub(name):
     return bool(re.fullmatch(r'[\w.-]+/[\w.-]+', name)) and not isdir(dirname(name))
 
 
-@functools.cache
-def hash_of_file(path, time):
-    """Return eight hexadecimal digits of the SHA-256 of a file's content. time: of its last change."""
-    digest = hashlib.sha256()
-    with open(path, 'rb') as file:
-        for block in iter(lambda: file.read(2**20), b''):
-            digest.update(block)
-    return digest.hexdigest()[:8]
+def hash_of_files(paths):
+    """Return a hash of the files' names and sizes, and of their content if they are small."""
+    few, contents = sum(map(getsize, paths)) < HASHED, []
+    for path in paths:
+        with open(path, 'rb') as file:
+            digest = hashlib.sha256(file.read()).hexdigest() if few else ''
+        contents.append((basename(path), getsize(path), digest))
+    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def dataset_dir(config):
@@ -253,16 +242,13 @@ def find_dataset(config):
             texts = ['--data_files=YOUR_TEXTS']
         words = [name, *naming_flags(config), *texts]
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
-    meta = read_meta(folder)
-    source = str(meta.get('settings', {}).get('source', asked))
-    if is_of_hub(asked) and is_of_hub(source) and source.lower() != asked.lower():
-        raise SettingError(f'{folder} is made from {source}, not {asked}: name that, or another --data_dir')
-    return folder, meta
+    return folder, read_meta(folder)
 
 
 def read_meta(folder):
     """Return meta.json of a dataset folder, {} where there is none, as of foreign shards. Raises MissingError
-    where prepare_data.py has not finished the dataset, DataError where meta.json is damaged."""
+    where prepare_data.py has not finished the dataset, DataError where meta.json is damaged, or lacks what
+    runs read."""
     path = join(folder, 'meta.json')
     if not exists(path):
         return {}
@@ -270,27 +256,10 @@ def read_meta(folder):
     if 'progress' in meta:
         raise MissingError(f'{folder} is half prepared: run prepare_data.py again, it goes on where it '
                            'stopped')
-    with contextlib.suppress(KeyError, TypeError, AttributeError):
-        if _is_sound(meta):
-            return meta
-    raise DataError(f'{path} is damaged; {AGAIN}')
-
-
-def _is_sound(meta):
-    """Return whether what meta.json holds is of its kinds, and its counts are those of its shards. Raises
-    KeyError, TypeError or AttributeError where that cannot be asked."""
-    texts = [meta.get(name, '') for name in ('tokenizer', 'template', 'system')]
-    counted, numbers = collections.Counter(), [meta.get('vocab_size', 1)]
-    for shard in meta['shards']:
-        texts.append(shard['file'])
-        counted[shard['file'].split('_')[0]] += shard['tokens']
-        numbers += shard['tokens'], 1 + shard['crc32'], 1 + shard.get('mask_crc32', 0)
-    for counts in meta['splits'].values():
-        numbers += counts['tokens'], counts['bytes'], counts.get('targets', 1)
-    return (all(isinstance(text, str) for text in texts) and isinstance(meta.get('settings', {}), dict)
-            and texts[0].isprintable() and all(map(NAME.fullmatch, texts[3:]))
-            and all(type(number) is int and 0 < number < 2**62 for number in numbers)
-            and counted == {split: counts['tokens'] for split, counts in meta['splits'].items()})
+    for key in 'tokenizer', 'vocab_size', 'splits', 'shards':
+        if key not in meta:
+            raise DataError(f'{path} is damaged, or another program\'s: it has no {key!r}; {AGAIN}')
+    return meta
 
 
 def listed(meta):
@@ -326,33 +295,29 @@ def read_split(folder, split, meta):
     return shards
 
 
-def check(folder, vocab_size=2**32, trust=True):
-    """Check that all shards are as they were written, with ids below vocab_size. Return {file: [tokens,
-    crc32]} of shards and masks. Those without meta.json have only header, size and ids to check.
+def check(folder, vocab_size=2**32):
+    """Check that all shards have their length, and begin with ids below vocab_size. Return {file: [tokens,
+    crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first LOOKED_AT tokens.
 
-    With `trust`, a shard that has not changed since it was read is not read again: see CHECKED. Raises
-    DataError or SettingError for the first wrong shard, and what read_meta raises."""
-    meta = read_meta(folder)
+    Raises DataError or SettingError for the first wrong shard, and what read_meta raises."""
+    meta, contents = read_meta(folder), {}
     expected = listed(meta)
-    noted, found, contents = {}, {}, {}
-    with contextlib.suppress(OSError, TypeError):       # of values that this code does not write
-        cache = read_json(CHECKED)
-        noted = {stamp: pair for stamp, pair in cache.items() if [*map(type, pair)] == [int, int]}
     for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
-        path = join(folder, file)
-        seen = os.stat(path)
-        stamp = f'{realpath(path)} {seen.st_ino} {seen.st_size} {seen.st_mtime_ns}'
-        found[stamp] = trust and noted.get(stamp) or [zlib.crc32(shard), int(shard.max(initial=0))]
-        crc32, largest = found[stamp]
-        contents[file] = [len(shard), crc32]
-        if meta and crc32 != expected[file][1]:
-            raise DataError(f'{path} is damaged: its crc32 is not the one in meta.json; {AGAIN}')
-        if largest >= vocab_size:
-            raise SettingError(f'{path} has token {largest:,}, outside the vocabulary of {vocab_size:,} '
-                               'tokens: give the --tokenizer that it was made for, or, where the model lacks '
-                               'some of its own, widen it by resize_token_embeddings of transformers')
-    newest = dict([*(noted | found).items()][-100_000:])
-    if newest != noted:
-        with contextlib.suppress(OSError):  # where it cannot be written, shards are read again next time
-            files.write_json(CHECKED, newest)
+        first = shard[:LOOKED_AT]
+        contents[file] = [len(shard), expected[file][1] if meta else zlib.crc32(first)]
+        if (largest := int(first.max(initial=0))) >= vocab_size:
+            raise SettingError(f'{join(folder, file)} has token {largest:,}, outside the vocabulary of '
+                               f'{vocab_size:,} tokens: give the --tokenizer that it was made for, or, where '
+                               'the model lacks some of its own, widen it by resize_token_embeddings of '
+                               'transformers')
     return contents
+
+
+def verify(folder, meta):
+    """Read all shards of meta, a folder's meta.json. Raises DataError for the first whose crc32 is not the
+    one that is listed, and what read_split raises."""
+    for split in 'train', 'val':
+        for file, shard in read_split(folder, split, meta).items():
+            if zlib.crc32(shard) != listed(meta)[file][1]:
+                raise DataError(f'{join(folder, file)} is damaged: its crc32 is not the one in meta.json; '
+                                f'{AGAIN}')

@@ -4,7 +4,6 @@ $ make test                             # lint and the fast tests
 $ make test-slow                        # those marked slow: real interpreters, torchrun, Inductor, pip, kills
 $ TEST_BF16_UNITS=off make test         # as on a CPU without bf16 units; on: as on one with them
 """
-import atexit
 import contextlib
 import functools
 import gc
@@ -13,11 +12,9 @@ import json
 import os
 import pathlib
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -31,13 +28,6 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignore
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # two workers with more threads would wait for each other
 os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'data' / 'tiktoken_cache'))
 os.environ['WANDB_MODE'] = 'disabled'   # whoever is logged in would upload the tests' runs
-if 'PYTEST_XDIST_WORKER' not in os.environ:     # whose environment is this one's
-    # what is noted in the user's folder goes to one of the session; what others keep there stays there
-    theirs = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
-    os.environ['XDG_CACHE_HOME'] = tempfile.mkdtemp(prefix='fp8gpt-tests-')
-    atexit.register(shutil.rmtree, os.environ['XDG_CACHE_HOME'])
-    for folder in filter(pathlib.Path.is_dir, theirs.glob('*')):
-        pathlib.Path(os.environ['XDG_CACHE_HOME'], folder.name).symlink_to(folder.absolute())
 if os.environ.get('TEST_BF16_UNITS') == 'off':
     os.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX512_CORE'   # before torch is imported: oneDNN asks once
 

@@ -184,7 +184,7 @@ SCRIPTS = ('train.py', 'train_fp8.py', 'prepare_data.py', 'sample.py', 'hellaswa
 # These are names and paths, or need more than a glance to be judged.
 ANY_TEXT = set('''
     init_from dataset tokenizer split_name data_dir run_name wandb_project checkpoint_dir resume fp8_keep ckpt
-    prompt system data data_files encoding text_column subset lora_targets
+    prompt system data data_files text_column subset lora_targets
 '''.split())
 
 

@@ -2,11 +2,8 @@
 fine-tune on are packed into windows as a packing written as one would say it does."""
 import collections
 import contextlib
-import copy
-import functools
 import itertools
 import json
-import operator
 import os
 import resource
 import threading
@@ -18,10 +15,9 @@ import torch
 
 from fp8gpt import shards
 from configurator import DataError, MissingError, SettingError
-from damage import HOSTILE
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
-from preparing import llm_c
+from preparing import llm_c, meta
 from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard, read_split
 
 
@@ -128,23 +124,13 @@ def test_a_folder_without_data_names_the_command_that_prepares_it(tmp_path, monk
         TokenData(str(tmp_path), 'train', 8)
 
 
-def test_a_dataset_of_the_hub_is_not_taken_for_that_of_another_org(tmp_path):
-    config = {'tokenizer': 'byte', 'split_name': '', 'data_dir': str(tmp_path)}
-    folder = dataset(tmp_path / 'wiki_en-byte', 1000, train=[range(200)], val=[range(100)])
-    path = folder / 'meta.json'
-    for source in 'one/wiki-en', 'local files':
-        write_json(str(path), json.loads(path.read_text()) | {'settings': {'source': source}})
-        for name in 'one/wiki-en', 'wiki_en', str(folder):
-            assert shards.find_dataset({**config, 'dataset': name})[0] == str(folder)
-        other = {**config, 'dataset': 'two/wiki-en'}
-        with pytest.raises(SettingError) if source == 'one/wiki-en' else contextlib.nullcontext():
-            shards.find_dataset(other)
+def test_the_name_of_a_dataset():
+    """Two orgs' datasets of one name have two folders; a file of rows has its stem."""
     for name, known in (('Skylion007/openwebtext', 'openwebtext'), ('Rowan/hellaswag', 'hellaswag'),
-                        ('huggingfacefw/fineweb-edu', 'fineweb_edu'), ('two/wiki-en', 'wiki_en')):
+                        ('HuggingFaceFW/fineweb-edu', 'fineweb_edu'), ('fineweb-edu', 'fineweb_edu'),
+                        ('tinyshakespeare', 'shakespeare'), ('two/wiki-en', 'two--wiki-en'),
+                        ('two/openwebtext', 'two--openwebtext'), ('rows/my [chats].jsonl.gz', 'my__chats_')):
         assert shards.dataset_name(name) == known
-    for name in 'two/openwebtext', 'two/fineweb-edu', 'two/shakespeare':
-        with pytest.raises(SettingError):
-            shards.dataset_name(name)
 
 
 @pytest.fixture
@@ -154,32 +140,27 @@ def prepared(tmp_path):
     return dataset(tmp_path / 'mine-byte', 1000, train=ids[:15], val=ids[15:])
 
 
-def test_shards_are_read_once_and_again_when_they_change(prepared, monkeypatch):
-    reads, crc32, notes, before = [], shards.zlib.crc32, prepared.parent / 'notes.json', os.listdir(prepared)
-    monkeypatch.setattr(shards, 'CHECKED', str(notes))
-    monkeypatch.setattr(shards.zlib, 'crc32', lambda shard: reads.append(len(shard)) or crc32(shard))
-    changed = (prepared / 'train_000001.bin').stat().st_mtime_ns
-    for change, trust, read in ((0, True, 2000), (0, True, 0), (10**9, True, 500), (0, False, 2000)):
-        changed += change
-        os.utime(prepared / 'train_000001.bin', ns=(0, changed))
-        reads.clear()
-        check(str(prepared), 257, trust)
-        assert sum(reads) == read
-    others = {f'another {number}': [0, 0] for number in range(20_000)}
-    notes.write_text(json.dumps(json.loads(notes.read_text()) | others))
-    for _ in range(2):      # a dataset of 10^12 tokens has ten thousand, and masks as many
-        check(str(prepared))
-    assert sum(reads) == 2000
-    odd = json.dumps(dict.fromkeys(json.loads(notes.read_text()), 'ab'))
-    for text in '', 'text', '[]', '{"train_000000.bin": [1, 2, 3, 4]}', odd:
-        notes.write_text(text)
-        check(str(prepared))
-    notes.unlink()
-    notes.mkdir()       # cannot be written
-    check(str(prepared))
-    assert os.listdir(prepared) == before       # which may be a stranger's
+def test_a_check_looks_at_the_first_ids_and_verify_at_all(prepared, monkeypatch):
+    """At a run's start, nothing is written, and no more is read than the first ids."""
+    before = os.listdir(prepared)
+    monkeypatch.setattr(shards, 'LOOKED_AT', 100)
+    listed = {shard['file']: [shard['tokens'], shard['crc32']] for shard in meta(prepared)['shards']}
+    assert check(str(prepared), 257) == listed
     with pytest.raises(SettingError, match='outside the vocabulary of 256 .* resize_token_embeddings'):
         check(str(prepared), 256)
+    path = prepared / 'train_000001.bin'
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 128
+    path.write_bytes(raw)
+    assert check(str(prepared), 257) == listed and os.listdir(prepared) == before
+    with pytest.raises(DataError, match='train_000001.bin is damaged: its crc32 .*--overwrite'):
+        shards.verify(str(prepared), meta(prepared))
+    (prepared / 'meta.json').unlink()       # as others' shards: a change of the first ids is seen
+    contents = check(str(prepared), 257)
+    raw[1024] ^= 1
+    path.write_bytes(raw)
+    changed = check(str(prepared), 257)
+    assert [file for file in changed if changed[file] != contents[file]] == [path.name]
 
 
 def test_more_shards_are_mapped_than_a_shell_allows_files(tmp_path):
@@ -207,40 +188,27 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(prepared):
             check(str(prepared))
 
 
-def test_what_meta_json_says_is_of_its_kind_and_adds_up(prepared):
-    path, wrong = prepared / 'meta.json', []
-    whole = json.loads(path.read_text())
-    tops = {'vocab_size': int, 'tokenizer': str, 'template': str, 'system': str, 'settings': dict}
-    places = [*((name,) for name in tops), ('shards',), ('splits',), ('splits', 'val'), ('shards', 0)]
-    places += [('shards', 0, name) for name in whole['shards'][0]]
-    places += [('splits', 'val', name) for name in whole['splits']['val']]
-    for *way, last in places:
-        for value in [*HOSTILE, '\x1b[2J', 4096, {'val': {}}, 'train_000000.bin\n']:
-            meta = copy.deepcopy(whole)
-            functools.reduce(operator.getitem, way, meta)[last] = value
-            path.write_text(json.dumps(meta))
-            fits = int if last in ('bytes', 'targets') else not way and tops.get(last)
-            with contextlib.suppress(DataError, SettingError):
-                TokenData(str(prepared), 'train', 8)
-                check(str(prepared))
-                if type(value) is not fits or fits is int and not 0 < value < 2**62:
-                    wrong.append((way, last, value))
-    assert wrong == []
+def test_a_key_that_meta_json_lacks_is_one_line(prepared):
+    whole = meta(prepared)
+    for key in 'tokenizer', 'vocab_size', 'splits', 'shards':
+        (prepared / 'meta.json').write_text(json.dumps({name: whole[name] for name in whole if name != key}))
+        with pytest.raises(DataError, match=f"meta.json is damaged, or another program's: it has no '{key}'"):
+            check(str(prepared))
 
 
 def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
-    """By the check before training; all but a flipped bit by the loader, too."""
+    """By the check before training and by the loader, a flipped bit by verify."""
     def changed(path, at, value):
         raw = path.read_bytes()
         return raw[:at] + bytes([value]) + raw[at + 1:]
     first, second, other, mask = (f'{name}.bin' for name in (
         'train_000000', 'train_000001', 'x_train_000009', 'train_000000_mask'))
-    meta = (prepared / 'meta.json').read_bytes()
+    listed = (prepared / 'meta.json').read_bytes()
     for count in 1000, 1500:
-        meta = meta.replace(b'"tokens": %d,' % count, b'"tokens": %d,' % (count - 1))
+        listed = listed.replace(b'"tokens": %d,' % count, b'"tokens": %d,' % (count - 1))
     for folder, name, spoilt, message in (
             (prepared, second, changed(prepared / second, 1500, 255), f'{second} is damaged: its crc32'),
-            (prepared, 'meta.json', meta, '1,000 tokens, by meta.json 999'),
+            (prepared, 'meta.json', listed, '1,000 tokens, by meta.json 999'),
             (prepared, 'meta.json', b'{"shards": ', 'meta.json is damaged'),
             (prepared, 'meta.json', b'[]', 'meta.json is damaged'),
             (prepared, first, None, f'{first} is missing'),
@@ -251,10 +219,12 @@ def test_shards_that_are_not_as_listed_are_refused(prepared, examples):
             (examples, mask, None, f'{mask} is missing')):
         whole = {path.name: path.read_bytes() for path in folder.iterdir()}
         (folder / name).write_bytes(spoilt) if spoilt else (folder / name).unlink()
-        for read in (check, lambda folder: TokenData(folder, 'train', 16)):
-            if read is check or 'crc32' not in message:
-                with pytest.raises(DataError, match=message + '.*--overwrite'):
-                    read(str(folder))
+        reads = [check, lambda folder: TokenData(folder, 'train', 16)]
+        if 'crc32' in message:
+            reads = [lambda path: shards.verify(path, meta(folder))]
+        for read in reads:
+            with pytest.raises(DataError, match=message + '.*--overwrite'):
+                read(str(folder))
         (folder / other).unlink(missing_ok=True)
         for file, raw in whole.items():
             (folder / file).write_bytes(raw)

@@ -1,5 +1,4 @@
 """Examples to fine-tune on: templates and masks, against transformers; prepare_data.py on prompts, chats."""
-import hashlib
 import io
 import itertools
 import json
@@ -13,8 +12,8 @@ import pytest
 import transformers
 
 import prepare_data
-from fp8gpt import sft
-from configurator import DataError, MissingError
+from fp8gpt import sft, shards
+from configurator import DataError, MissingError, SettingError
 from conftest import TINY, in_ranks, losses, run, write_tiny_data
 from damage import REFUSED_TEMPLATES
 from fp8gpt.data import TokenData
@@ -446,10 +445,9 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
     text, and so is a typed column."""
     words = f'--tokenizer={chat_folder}', '--template=chat', '--num_workers=1', '--overwrite'
     kinds = ('messages', 'jsonl'), ('messages', 'json'), *((name, 'parquet') for name in forms(1))
-    lists = {'lists': [row['messages'] for row in forms(30)['messages']]}       # nanochat's
-    for name, kind in (*kinds, ('alpaca', 'json'), ('lists', 'json'), ('lists', 'jsonl')):
+    for name, kind in (*kinds, ('alpaca', 'json')):
         path, folder = tmp_path / f'{name}.{kind}', tmp_path / f'{name}-talker'
-        written(path, (forms(30) | lists)[name])
+        written(path, forms(30)[name])
         prepare_here(name, f'--data_files={path}', *words, f'--data_dir={tmp_path}')
         tokenizer = get_tokenizer(meta(folder)['tokenizer'], str(folder))
         found = [ids.tolist() for split in ('train', 'val') for ids, _ in stored(folder, split)]
@@ -460,8 +458,8 @@ def test_the_forms_that_people_have_make_the_same_examples(tmp_path, chat_folder
         said = prepare_here(name, *words, *typed)
         assert not meta(tmp_path / f'{name}-byte')['template']
         assert 'columns that are not used: ' in said
-    advice = re.search(r"'text' is read as plain text; (\S+) makes examples of instruction and out", said)[1]
-    assert 'examples of instruction and output' in prepare_here(name, *words, advice, '--overwrite')
+    said = prepare_here(name, *words, '--template=plain', '--overwrite')
+    assert 'examples of instruction and output' in said
 
 
 def test_columns_that_no_example_holds_are_named(tmp_path, chat_folder):
@@ -496,7 +494,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
     written(path, good + mute)
     assert said in prepare_here('mine', *words)
     written(path, mute)
-    assert '21 rows, of which 0 can be used' in refused_here('none', *words)[1]
+    assert '21 rows with 0 different questions' in refused_here('none', *words)[1]
     unknown = f' none of the messages of: {sft.FORMS}'
     for row, message in (
         ({'question': 'a'}, "no 'messages', but question"),
@@ -571,22 +569,30 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         asked = {**config, 'dataset': path}
         with pytest.raises(SystemExit):
             sft.prepare_examples({**asked, 'dry_run': True})
-        assert '--dry_run writes nothing: `python prepare_data.py mine_' in capsys.readouterr().out
+        assert '--dry_run writes nothing: `python prepare_data.py mine --' in capsys.readouterr().out
+        monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {
+            'files': shards.hash_of_files([path])}})
         sft.prepare_examples(asked)
-        name = f'mine_{hashlib.sha256(content).hexdigest()[:8]}'
         assert commands[-1][2:] == [
-            name, '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
-        assert asked['dataset'] == f'{tmp_path}/{name}-byte'    # what a resume finds, whatever the file is
-    asked = {**config, 'dataset': path, 'template': 'chat'}     # as another dataset: the usual one stays
+            'mine', '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
+        assert asked['dataset'] == f'{tmp_path}/mine-byte'    # what a resume finds, whatever the file is
+    monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {'files': 'before an edit'}})
+    command = f'python prepare_data.py mine --tokenizer=byte --data_dir={tmp_path} --data_files={path}'
+    with pytest.raises(SettingError, match=f'`{command} --overwrite` makes it anew'):
+        sft.prepare_examples({**config, 'dataset': path})
+    monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {
+        'files': shards.hash_of_files([asked_path])}})
+    asked, asked_path = {**config, 'dataset': path, 'template': 'chat'}, path      # the usual one stays
     sft.prepare_examples(asked)
-    assert commands[-1][2:5] == [f'{name}_chat', '--tokenizer=byte', '--template=chat']
-    assert asked['dataset'] == f'{tmp_path}/{name}_chat-byte'
+    assert commands[-1][2:5] == ['mine_chat', '--tokenizer=byte', '--template=chat']
+    assert asked['dataset'] == f'{tmp_path}/mine_chat-byte'
     path, asked = 'rows/my [chats], größe (1).jsonl', {**config, 'dataset': 'rows/*.jsonl'}
     with pytest.raises(MissingError, match='there is no such file'):
         sft.prepare_examples(asked)
     (tmp_path / path).write_bytes(content)
+    asked_path = path
     sft.prepare_examples({**asked, 'dataset': path})
-    assert commands[-1][2] == f'my__chats___größe__1__{name[-8:]}'
+    assert commands[-1][2] == 'my__chats___größe__1_'
     assert commands[-1][-1] == f'--data_files={path}'
 
 
