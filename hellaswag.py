@@ -21,7 +21,7 @@ ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model; eva
 data = 'data/hellaswag/hellaswag_val.jsonl'     # one item per line, as prepare_data.py fetches them
 hellaswag_items = 10_042    # >= 1: how many, from the first; 10,042 is all
 batch_size = 16         # >= 1: rows (endings) per forward: 16 * 256 tokens * 50257 fp32 logits are 0.8 GB
-device = 'auto'         # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
+device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])
 

@@ -19,7 +19,7 @@ top_k = 200             # >= 0: draw among the k likeliest tokens; 0 = all
 top_p = 1.0             # > 0, <= 1: draw among the fewest tokens with this share of the probability; 1 = all
 seed = 1337             # >= 0, < 1e18: of the draws
 raw = False             # prints control characters as they are; else escaped, as \x1b
-device = 'auto'         # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
+device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 

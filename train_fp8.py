@@ -77,9 +77,8 @@ overwrite = False                # removes an earlier run's checkpoints from che
 list_checkpoints = False         # prints a table of checkpoint_dir and exits
 dry_run = False                  # prints what would run and the schedule, and trains nothing
 eval_only = False                # prints validation loss and HellaSwag; trains nothing, writes nothing
-profile = 0                      # >= 0: steps to profile, from the 4th on; 0 = none
 # machine
-device = 'auto'                  # auto (cuda, else cpu) | cuda | mps (Apple's, untested) | cpu
+device = 'auto'                  # auto (cuda, else cpu) | cuda | cpu
 dtype = 'bf16'                   # bf16 (fp32 without units for it, unless typed) | fp32: of activations
 param_dtype = 'fp32'             # fp32 | bf16 (rounded at random, for fine-tuning): of weights, gradients
 compile_model = 'auto'           # auto (on for CUDA) | on | off: torch.compile
@@ -207,7 +206,7 @@ loader = data.Loader(
 note = f'{precision.upper()} ({reason})'
 note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
 log.intro(*run.first_lines(model, length, train_data, val_data, ranks.world_size),
-          schedule.jump(step, before.get('learning_rate')), f'precision {note}')
+          f'precision {note}')
 log.intro(*check_lines)
 fp8_state.load(before.get('fp8_state'), length.sequences_per_step // ranks.world_size)
 
@@ -238,8 +237,7 @@ stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir,
 def evaluate():
     """Log the mean cross-entropy over fixed validation windows, and save the best model since the start."""
     global best_val_loss
-    exact = torch.float32 if ranks.device.type == 'mps' else torch.float64     # Apple's GPUs have no float64
-    total = torch.zeros(2, dtype=exact, device=device)      # nats, targets
+    total = torch.zeros(2, dtype=torch.float64, device=device)      # nats, targets
     batches = data.eval_batches(val_data, eval_tokens, batch_size, **vars(ranks))
     for x, y, examples in runlog.bar(batches, 'validation'):
         nats = model(x, y, n_targets=1, examples=examples)
@@ -261,7 +259,6 @@ def save(best=False, must=False):
         'position': sequences_seen,
         'tokens': tokens_seen,
         'tokens_per_step': length.tokens_per_step,
-        'learning_rate': schedule.rate(step - 1),
         'hours': budget.hours,
         'skipped': int(skips[0]),
         'skipped_in_row': int(skips[2]),
@@ -365,8 +362,6 @@ while step < last_step and not stopping:
     tokens_seen += length.tokens_per_step
     clock.steps += 1
     schedule.last_step = log.last_step = last_step = budget.after_step(step)
-    with clock.paused(wait=False):
-        log.after_step()
 
     # ----------------------------------------------------------------------------------- the step is done
     if step % log_freq == 0 or step in (1, last_step):
@@ -387,9 +382,8 @@ while step < last_step and not stopping:
             **clock.read(length.tokens_per_step),
         )
     if budget.steps == 2:
-        log.intro(schedule.fit(config.typed))  # under max_hours, the last step is known only now
+        log.intro(schedule.fit(config))  # under max_hours, the last step is known only now
         schedule.check()
-        config.update(schedule.fitted)  # else the first steps of a resume would warm up again
     stopping = stop.asked() or diverged
     if step % checkpoint_freq == 0 or step == last_step:
         with clock.paused():

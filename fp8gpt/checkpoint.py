@@ -1,10 +1,11 @@
 """Checkpoints: <checkpoint_dir>/step_000250.pt; latest.pt and best_model.pt are hard links to such files.
 
 A checkpoint is a dict of tensors, str, int, float, bool, None, lists, tuples and dicts, so that it loads with
-weights_only=True. It has the parts in PARTS, 'fp8_state' where train_fp8.py wrote it; 'hours' are those that
-optim.Budget counted (older files lack it). Where 'lora' is not None, the weights are adapters alone: see
-lora.py. A checkpoint that a run only starts from may have an empty 'optimizer'. A file appears under its name
-only when it is whole and on the disk. Of a sharded model, rank 0 gathers and writes the same file.
+weights_only=True. It has the parts in PARTS, and others, which train.py's `save` lists and older files lack:
+'position' is in sequences, 'hours' are those that optim.Budget counted, 'measured_on' is what best_val_loss
+is of. Where 'lora' is not None, the weights are adapters alone: see lora.py. A checkpoint that a run only
+starts from may have an empty 'optimizer'. A file appears under its name only when it is whole and on the
+disk. Of a sharded model, rank 0 gathers and writes the same file.
 
 A run saves a step before it evaluates it, so that an evaluation that dies loses nothing. The loss of the best
 model is in best_model.json, {'step', 'best_val_loss', 'measured_on'}, and `load` fills it in from there on.
@@ -32,33 +33,12 @@ import torch
 from configurator import DataError, MissingError, SettingError, first_line, printable, say
 from fp8gpt import files
 from fp8gpt.distributed import (
-    copies_take_parts, is_first_of_node, is_rank_0, is_sharded, on_rank_0, part, rank_0s, whole)
+    copies_take_parts, is_first_of_node, is_rank_0, is_sharded, on_rank_0, rank_0s, whole)
 from model import GPT, GPTConfig
 
-NoneType = type(None)
-PARTS = {
-    'step': int,
-    'position': int,        # in sequences
-    'tokens': int,
-    'best_val_loss': (float, NoneType),
-    'weights': dict,
-    'optimizer': dict,
-    'model_config': dict,
-    'tokenizer': str,
-    'precision': dict,
-    'config': dict,
-    'versions': dict,
-    'fp8_state': (dict, NoneType),
-    'tokens_per_step': (int, NoneType),         # older files lack this and the following
-    'learning_rate': (float, NoneType),         # of the step
-    'skipped': (int, NoneType),                 # steps whose gradients were not finite
-    'skipped_in_row': (int, NoneType),          # of them, the longest row since the last resume
-    'data': (dict, NoneType),                   # of shards.check
-    'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
-    'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
-}
-OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
-MOST = 2**62    # of a step, a position, a number of tokens, ...
+FORMAT = 1      # of a checkpoint; a larger one's parts are not known here
+PARTS = {'step', 'position', 'tokens', 'best_val_loss', 'weights', 'optimizer', 'model_config', 'tokenizer',
+         'precision', 'config'}
 
 
 def step_path(directory, step):
@@ -118,7 +98,7 @@ def _write(directory, state, keep, best, before, lock):
     if lock:
         lock.check()
     path = step_path(directory, state['step'])
-    fill = functools.partial(torch.save, state)
+    fill = functools.partial(torch.save, {'format': FORMAT, **state})
     try:
         try:
             if not exists(path):
@@ -286,54 +266,18 @@ def _raise_if_unreadable(path, error):
 
 def _check_parts(state):
     """Raise an error of any kind unless a file holds a checkpoint's parts and a GPT's weights."""
-    _check_values(state)
+    if state.get('format', 1) > FORMAT:
+        raise ValueError('a later version of this repository wrote it')
+    if lacks := PARTS - state.keys():
+        raise ValueError(f'it has no {min(lacks)}')
     config, weights = GPTConfig(**state['model_config']), state['weights']
     if config.n_layer > len(weights):
         raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
-    dtype = torch.float32
-    if state.get('lora'):  # lora.py knows what adapters are to be
-        _check_kinds(state['lora'], OF_LORA)
-        ranks = {len(p) for name, p in weights.items() if name.endswith('.A.weight')}
-        if ranks != {state['lora']['rank']} or not 0 < state['lora']['alpha'] < math.inf:
-            raise ValueError('its adapters have another rank, or no finite alpha')
-        shapes = {name: p.shape for name, p in weights.items()}
-    else:
+    if not state.get('lora'):   # lora.py knows what adapters are to be
         shapes = weight_shapes(config)
-        if state['config'].get('param_dtype') == 'bf16':
-            dtype = torch.bfloat16
-    check_same_names(weights, shapes, 'weights')
-    for name, shape in shapes.items():
-        check_tensor(name, weights[name], shape, dtype)
-        if is_first_of_node():      # a rank that fails ends the others
-            check_finite(name, weights[name])
-
-
-def _check_values(state):
-    """Raise an error of any kind unless a checkpoint has all parts but its tensors as this code writes them.
-    """
-    _check_kinds(state, PARTS)
-    _check_kinds(state['precision'], {'name': str, 'reason': str})
-    if state.get('fp8_choice'):
-        _check_kinds(state['fp8_choice'], dict.fromkeys(('fp8_backend', 'fp8_recipe', 'fp8_kernels'), str))
-    for name in ('step', 'position', 'tokens', 'hours', 'best_val_loss', 'skipped', 'skipped_in_row'):
-        if not 0 <= (state.get(name) or 0) < MOST:
-            raise ValueError(f'its {name} is {state[name]:.3g}')
-    size = state['config'].get('block_size', 1)
-    if type(size) is not int or not 0 < size < MOST:
-        raise ValueError('its block_size is no number of tokens')
-    texts = state['tokenizer'], state['precision']['name'], (state.get('lora') or {}).get('base', '')
-    if not all(map(str.isprintable, texts)):    # they are printed, in a line
-        raise ValueError('its tokenizer, precision or base is no line of text')
-    if not all(re.fullmatch('[0-9a-f]{40}', commit) for commit in state.get('revisions', {}).values()):
-        raise ValueError('its revisions are no commits')
-
-
-def _check_kinds(found, kinds):
-    """Raise an error of any kind unless a dict has the entries of {name: type}; NoneType: it may lack one."""
-    for name, kind in kinds.items():
-        value = found.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f'its {name} is of another type')
+        check_same_names(weights, shapes, 'weights')
+        for name, shape in shapes.items():
+            check_tensor(name, weights[name], shape, weights[name].dtype)
 
 
 def check_same_names(found, wanted, what):
@@ -349,12 +293,6 @@ def check_tensor(name, tensor, shape, dtype):
         raise ValueError(f'{name} is of another shape or type')
 
 
-def check_finite(name, tensor):
-    """Raise ValueError where a tensor holds NaN or infinity."""
-    if not tensor.isfinite().all():
-        raise ValueError(f'{name} holds NaN or infinity')
-
-
 @torch.no_grad()
 def load_moments(moments, saved):
     """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
@@ -366,7 +304,6 @@ def load_moments(moments, saved):
             check_tensor(name, found[name], tensor.shape, tensor.dtype)
             with copies_take_parts():
                 tensor.copy_(found[name])
-            check_finite(name, part(tensor))
     except Exception as error:  # torch raises many kinds for another program's file
         raise DataError(f'the checkpoint does not fit this optimizer ({first_line(error)}): '
                         '--init_from=CHECKPOINT starts anew from its weights') from None

@@ -243,7 +243,7 @@ def inputs_and_targets(batch, device):
     masks (B, T + 1) uint8 where there are any."""
     if 'cuda' in str(device):   # they travel as stored: in 2 bytes a token, and in 1 of its mask
         tokens, *masks = [tensor.to(device, non_blocking=True) for tensor in batch]
-    else:   # mps lacks uint16, and a copy to it that does not block may read freed memory (pytorch#189690)
+    else:
         tokens, *masks = [tensor.int().to(device) for tensor in batch]
     x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
     if not masks:

@@ -34,8 +34,8 @@ class Ranks:
 
 def init(device='auto'):
     """Join the process group where torchrun started us and return the Ranks. device: auto (cuda, else cpu) |
-    cuda | mps | cpu. Raises MachineError where CUDA or MPS is asked for and not there, for more ranks than
-    GPUs, and for several on MPS; SettingError for an environment that torchrun has not made."""
+    cuda | cpu. Raises MachineError where CUDA is asked for and not there, and for more ranks than GPUs;
+    SettingError for an environment that torchrun has not made."""
     place = {name: os.environ.get(name, '0') for name in ('RANK', 'LOCAL_RANK')}
     place['WORLD_SIZE'] = os.environ.get('WORLD_SIZE', '1')
     numbers = [int(number) if number.isdecimal() else -1 for number in place.values()]
@@ -48,11 +48,8 @@ def init(device='auto'):
         signal.signal(signal.SIGTERM, _end_early)
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device != 'cpu' and not getattr(torch, device).is_available():
-        raise MachineError(f'device={device}, but torch sees no {device.upper()} GPU here; '
-                           '--device=cpu trains on the CPU')
-    if device == 'mps' and world_size > 1:
-        raise MachineError('device=mps trains in a single process: leave torchrun out')
+    if device == 'cuda' and not torch.cuda.is_available():
+        raise MachineError('device=cuda, but torch sees no CUDA GPU here; --device=cpu trains on the CPU')
     backend = 'gloo'
     if device == 'cuda':
         if local_rank >= (gpus := torch.cuda.device_count()):
@@ -351,8 +348,7 @@ def building(config):
 
 def place(gpt, run, ranks):
     """Put a GPT on its device, sharded where the run, a run.Run, is, and give it its first weights: the
-    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded, and
-    what check_causality raises."""
+    source's or the seed's, one whole parameter at a time. Raises SettingError for what cannot be sharded."""
     if sharded(run.config):
         shard(gpt, run, ranks)
     else:
@@ -362,21 +358,6 @@ def place(gpt, run, ranks):
             gpt.load_weights(run.source['weights'])
         else:
             gpt.init_weights(run.config['seed'])
-    if ranks.device.type == 'mps':
-        check_causality(gpt, run.config['block_size'], ranks.device)
-
-
-@torch.no_grad()
-def check_causality(model, block_size, device):
-    """Raise MachineError where a GPT's last token changes the logits of tokens before it: attention of torch
-    2.10 did so on Apple GPUs, in bf16 (pytorch/pytorch#195910). It is tried with 64 and block_size tokens."""
-    for tokens in min(64, block_size), block_size:
-        idx = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-        logits = model(idx.to(device))
-        idx[0, -1] = (idx[0, -1] + 1) % model.config.vocab_size
-        if not torch.equal(model(idx.to(device))[:, :-1], logits[:, :-1]):
-            raise MachineError(f'on {device}, attention of torch {torch.__version__} sees later tokens '
-                               '(pytorch/pytorch#195910): install another version, or try --dtype=fp32')
 
 
 def shard(gpt, run, ranks):

@@ -51,35 +51,15 @@ class Schedule:
                                f'as --warmup_steps={int(self.decay_start) // 5}')
         return self
 
-    def fit(self, typed, tenth=False):
-        """Make a warm-up and a decay of wsd fit the run, but for those in `typed`, the names of settings that
-        the user typed: the warm-up becomes a tenth of the run, the decay begins after the warm-up. tenth:
-        whether to cut a longer warm-up that fits, too. Return a line about a cut, or ''."""
-        longest = self.decay_start if self.lr_schedule == 'wsd' else self.last_step
-        most, cuts = min(max(1, int(self.last_step) // 10), int(longest)), []
-        if 'warmup_steps' not in typed and self.warmup_steps > (most if tenth else longest):
-            cuts.append(f'warmup_steps={most}, not {self.warmup_steps}')
-            self.warmup_steps = most
-        overlaps = self.lr_schedule == 'wsd' and self.decay_start < self.warmup_steps < self.last_step
-        if overlaps and 'decay_share' not in typed:
-            share = (1 - self.warmup_steps / self.last_step) * (1 - 1e-9)   # rounded to no overlap
-            cuts.append(f'decay_share={share:.2g}, not {self.decay_share:.2g}')
-            self.decay_share = share
-        return f'schedule  cut to the last step, {self.last_step:,.0f}: {"; ".join(cuts)}' * bool(cuts)
-
-    @property
-    def fitted(self):
-        """Return the settings that `fit` may have changed."""
-        return {'warmup_steps': self.warmup_steps, 'decay_share': self.decay_share}
-
-    def jump(self, step, before):
-        """Return a line where the rates up to `step`, at which a run resumes, were those of another schedule,
-        else ''. before: the last rate of the run so far, or None."""
-        if before is None or any(abs(self.rate(each) - before) <= 0.02 * before for each in (step - 1, step)):
-            return ''       # 2%: max_hours estimates
-        return (f'WARNING: the learning rate was {before:.2e} until now and is {self.rate(step):.2e} from '
-                'here on, by a schedule of another length or peak; lr_schedule=wsd goes on from before its '
-                'decay without such a jump')
+    def fit(self, config, is_shorter=False):
+        """Cut a warm-up that nobody typed to a tenth of the run where it would take longer; one that is the
+        run's own only where it does not fit, unless the run `is_shorter` than that. Return a line about it,
+        or ''. config: the script's settings, which get it."""
+        tenth, before = max(1, int(self.last_step) // 10), self.warmup_steps
+        if 'warmup_steps' in config.typed or before <= (tenth if is_shorter else self.last_step):
+            return ''
+        config['warmup_steps'] = self.warmup_steps = tenth
+        return f'schedule  warmup_steps={tenth}, a tenth of the run, not {before}'
 
     @property
     def step_to_keep(self):
@@ -165,8 +145,7 @@ def make_optimizer(model, betas, weight_decay, kind='adamw', compiled=False):
     groups = [{'params': [p for p in trainable if p.dim() >= 2], 'weight_decay': weight_decay},
               {'params': [p for p in trainable if p.dim() < 2], 'weight_decay': 0.0}]
     if kind == 'adamw' and all(p.dtype == torch.float32 for p in trainable):
-        fused = all(p.device.type != 'mps' for p in trainable)  # whose step ignored found_inf: pytorch#186360
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
     for p in trainable:
         ranks = p.device_mesh.size() if is_sharded(p) else 1
         if in_8_bits(p, kind) and (len(p) % ranks or p.numel() // BLOCK % ranks):

@@ -26,9 +26,7 @@ from fp8gpt.tokenizer import REVISIONS, TOKENIZERS, get_tokenizer, identity
 # What the weights and the optimizer's state of a checkpoint decide, for a run that resumes from it.
 KEPT_BY_RESUME = 'init_from', 'optimizer', 'param_dtype', 'lora_rank', 'lora_alpha', 'lora_targets'
 BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
-NEVER_INHERITED = ('checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only',
-                   'profile')
-ON_A_CPU = {'optimizer': 'adamw', 'param_dtype': 'fp32'}    # see replace_optimizer
+NEVER_INHERITED = 'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only'
 MAY_DIFFER = 'checkpoint_dir', 'data_dir', 'dataset', 'tokenizer', 'resume', 'device'     # between ranks
 LIMITS = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'   # of a run's length
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
@@ -80,7 +78,6 @@ class Run:
         if data_required:
             notes += check_data(config, folder, meta, tokenizer, before)
         model_config = architecture(config, vocabulary(config, folder, meta, before), before)
-        notes += replace_optimizer(config, device, model_config.count_parameters())
         contents = {}
         if data_required:       # reads each shard
             contents = once_a_node(shards.check, folder, model_config.vocab_size)
@@ -176,12 +173,8 @@ class Run:
 
     def early_lines(self):
         """Return the lines for the log that need no model: which one it is, on which device."""
-        init_from, weights = self.config['init_from'], '' if self.source else ', random weights'
-        if weights and init_from.startswith('gpt2'):
-            weights += f'; OpenAI\'s: --init_from=openai-community/{init_from}'
-        waits = self.compiled and not self.config['dry_run']
-        return [model_line(self.model_config, weights), gpus.device_line(self.device),
-                'compile   may take a minute or two' if waits else '']
+        weights = '' if self.source else ', random weights'
+        return [model_line(self.model_config, weights), gpus.device_line(self.device)]
 
     def first_lines(self, model, length, train, val, world_size):
         """Return the lines for the log about the run, '' among them, once its model is there. model: a GPT,
@@ -198,14 +191,9 @@ class Run:
             per_epoch = train.n_windows * train.block_size
             lines += packing_lines(train, length)
             lines += [batch_line(config, length, world_size), length_line(self, length, model, per_epoch),
-                      length.cut, few_steps_line(length, per_epoch, train.packing)]
-            if world_size > 1 and 'gradient_accumulation_steps' in config.typed:
-                lines.append(f'batch     gradient_accumulation_steps={length.micro_steps} is of each GPU; '
-                             f'nanoGPT divides it by {world_size}')
+                      length.cut]
         if self.resumed:
             lines += resume_lines(self, length, train.n_windows)
-        elif config['resume'] == 'auto' and (others := files.checkpoints()):
-            lines.append(f'resume    a new run: {config["checkpoint_dir"]} has no checkpoint{others}')
         lines += self.changes
         if config['sharding_mode'] != 'ddp':
             over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
@@ -249,9 +237,6 @@ def over_checkpoint(config, resumed, path):
         raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
     of_files, typed = config.layers
-    if (resumed['config'].get('optimizer'), of_files.get('optimizer')) == ('adamw', 'adamw8bit'):
-        # it began on a CPU
-        of_files = {name: value for name, value in of_files.items() if name not in ON_A_CPU}
     config = Config(config.script, [of_files, typed], config.stem).over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
         before = config.inherited.get(name, config.defaults[name])      # as this version calls it
@@ -329,19 +314,6 @@ def replace_requests(config, device):
     return lines
 
 
-def replace_optimizer(config, device, parameters):
-    """Replace a config file's 8-bit optimizer on a CPU, where its step takes six times the model's, by AdamW
-    on fp32 weights, if these take less than half of the memory. Return a line, in a list."""
-    chosen = config.typed.keys() | config.inherited.keys()
-    if device.type != 'cpu' or config['optimizer'] != 'adamw8bit' or chosen & ON_A_CPU.keys():
-        return []
-    needed = 16 * parameters * int(os.environ.get('LOCAL_WORLD_SIZE', 1))   # fp32: weight, gradient, moments
-    if 2 * needed > os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'):
-        return []
-    config.update(ON_A_CPU)
-    return ['optimizer=adamw, param_dtype=fp32: on a CPU the 8-bit optimizer takes longer than the model']
-
-
 # ----------------------------------------------------------------------------------- dataset and architecture
 
 def dataset(config, required):
@@ -359,7 +331,12 @@ def check_data(config, folder, meta, tokenizer, before):
     """Raise SettingError where the dataset does not fit the model. Return a line, in a list, where it has no
     meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
     without a tokenizer fits any."""
-    check_template(config['template'], folder, meta.get('template', ''))
+    asked, made = config['template'], meta.get('template') and (
+        'plain' if meta['template'] == sft.PLAIN else 'chat')
+    if asked not in ('auto', made):
+        raise SettingError(f'template={asked}, but {folder} was prepared by another, or as texts: leave out '
+                           f'--template, or prepare it again, by prepare_data.py with --template={asked} '
+                           '--overwrite')
     typed = config.typed.get('tokenizer')
     # one of the hub is not fetched for this
     if typed and (typed in TOKENIZERS or os.path.isdir(typed)) and identity(typed) != tokenizer:
@@ -373,16 +350,6 @@ def check_data(config, folder, meta, tokenizer, before):
                            '--init_from=MODEL, or --init_from=scratch for random weights')
     return [] if meta else [f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
                             'tokens, by their headers and sizes alone']
-
-
-def check_template(asked, folder, made):
-    """Raise SettingError where shards were made by another template than the one that is asked for. made: the
-    text of theirs, '' for shards of texts."""
-    there = made and ('plain' if made == sft.PLAIN else 'chat')
-    if asked not in ('auto', there):
-        by = f'by the template {there}' if there else 'as texts, which have no template'
-        raise SettingError(f'template={asked}, but {folder} was prepared {by}: leave out --template, or '
-                           f'prepare the rows again, by prepare_data.py with --template={asked} --overwrite')
 
 
 def vocabulary(config, folder, meta, before):
@@ -480,9 +447,8 @@ class Length:
                                'tokens; give more, or take what is there')
         # a default is for long runs, a config file's warm-up for the length that the file gives
         shortened = 'warmup_steps' in config.given and not config.typed.keys().isdisjoint(LIMITS)
-        schedule = optim.Schedule.of(config, last_step)
-        cut = schedule.fit(config.typed, tenth=shortened or 'warmup_steps' not in config.chosen)
-        config.update(schedule.fitted)
+        is_shorter = shortened or 'warmup_steps' not in config.chosen
+        cut = optim.Schedule.of(config, last_step).fit(config, is_shorter)
         if 'eval_freq' not in config.chosen and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
@@ -577,20 +543,6 @@ def length_line(run, length, model, tokens_per_epoch=0):
     steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
     return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
             f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
-
-
-def few_steps_line(length, tokens_per_epoch, packing=None):
-    """Return a warning where one or two steps read all the data more than once, or epochs of examples, which
-    have a packing, are a few steps; else ''."""
-    if packing and length.last_step < FEW and length.ended_by.startswith('num_epochs'):
-        return (f'WARNING: {length.last_step} steps teach little: a higher --num_epochs or a smaller '
-                '--batch_size makes more of them')
-    epochs = length.last_step * length.tokens_per_step / tokens_per_epoch
-    if length.last_step > 2 or epochs <= 1:
-        return ''
-    share = length.tokens_per_step / tokens_per_epoch
-    return (f'WARNING: this trains next to nothing: a step is {share:.2f} times the data. A smaller '
-            '--total_batch_size or --batch_size makes more steps of it, --max_steps=100 repeats it')
 
 
 def packing_lines(train, length):

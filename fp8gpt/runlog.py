@@ -154,7 +154,7 @@ class RunLog:
         self.first = []     # the lines of intro
         self.last_step, self.since = NEVER, None
         self.val_losses, self.first_loss = [], None     # of this process
-        self.profiler = self.lock = None
+        self.lock = None
 
     def open(self, precision, last_step, lock=None):
         """Open the files. A run resumed in its folder loses the log's records of later steps; any other run's
@@ -176,8 +176,6 @@ class RunLog:
         for name in filter(config.get, WRITERS):
             if opened := self._attempt(name, WRITERS[name], config, precision, step * goes_on):
                 self.writers[name] = opened
-        if config['profile']:
-            self._start_profile(int(min(config['profile'], last_step - step - 3)))
         if run.device.type == 'cuda':   # what the self-check or a batch that did not fit took is no run's
             torch.cuda.reset_peak_memory_stats(run.device)
 
@@ -194,27 +192,6 @@ class RunLog:
             'revisions': self.run.revisions,
             **{name.lower(): os.environ[name] for name in JOB if name in os.environ},
         }
-
-    def _start_profile(self, steps):
-        if steps > 0:
-            schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
-            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._save_profile)
-            self.profiler.start()
-        else:
-            self.say('profile   left out: it begins with the 4th step of a run')
-
-    def _save_profile(self, profiler):
-        path = join(self.config['checkpoint_dir'], 'profile.json')
-        profiler.export_chrome_trace(path)
-        steps = max(1, profiler.step_num - 3)   # a run that is stopped has fewer than asked for
-        place = 'device' if self.run.device.type == 'cuda' else 'cpu'
-        table = profiler.key_averages().table(sort_by=f'self_{place}_time_total', row_limit=12)
-        self.say(*table.strip().splitlines(), f'profile   {path}: {steps} steps, for https://ui.perfetto.dev')
-
-    def after_step(self):
-        """Count a training step for the profile."""
-        if self.profiler:
-            self.profiler.step()
 
     def say(self, *lines):
         """Print lines on rank 0. Those of eval_only and dry_run are all that there is of it, so an error in
@@ -368,9 +345,7 @@ class RunLog:
                  f'next: python sample.py --ckpt {ckpt}{words}')
 
     def close(self):
-        """Close the files, and end a profile that has not got all its steps."""
-        if self.profiler:
-            self.profiler.stop()
+        """Close the files."""
         for name, (_, close) in self.writers.items():
             self._attempt(name, close)
         if self.lock:
@@ -389,10 +364,10 @@ class Clock:
         self.since, self.waited, self.steps = time.perf_counter(), self.loader.waited, 0
 
     @contextlib.contextmanager
-    def paused(self, wait=True):
-        """Return a context that does not count. wait: for the device, so that what the steps before have left
-        it to do counts as theirs."""
-        if wait and str(self.loader.device) != 'cpu':
+    def paused(self):
+        """Return a context that does not count. It waits for the device, so that what the steps before have
+        left it to do counts as theirs."""
+        if str(self.loader.device) != 'cpu':
             torch.accelerator.synchronize()
         start = time.perf_counter()
         yield

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import types
 from unittest import mock
@@ -13,15 +12,13 @@ import pytest
 import torch
 
 from fp8gpt import files, gpus, runlog
-from fp8gpt.run import few_steps_line
-from conftest import run
 from fp8gpt.distributed import Ranks, finish_all
 
 RANKS = Ranks(0, 1, torch.device('cpu'))
 FULL = OSError(errno.ENOSPC, 'No space left on device')
 
 
-CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False, 'profile': 0,
+CONFIG = {'checkpoint_dir': '', 'use_tensorboard': False, 'use_wandb': False,
           'eval_only': False, 'dry_run': False, 'overwrite': False, 'target_val_loss': 0.0,
           'num_workers': 1}
 
@@ -53,9 +50,9 @@ def figures(path):
 
 def test_what_cannot_be_printed_ends_what_is_only_printed(tmp_path, monkeypatch):
     log = opened(tmp_path)
-    for name in 'profile', 'eval_only', 'dry_run':
+    for name in 'a run', 'eval_only', 'dry_run':
         log.config = CONFIG | {name: True}
-        ends = contextlib.nullcontext() if name == 'profile' else pytest.raises(OSError)
+        ends = contextlib.nullcontext() if name == 'a run' else pytest.raises(OSError)
         with monkeypatch.context() as patch, ends:
             full = io.TextIOWrapper(open('/dev/full', 'wb', 0), write_through=True)
             patch.setattr(sys, 'stdout', full)
@@ -145,14 +142,6 @@ def test_a_validation_loss_that_rises_three_times_is_said(tmp_path, capsys):
     assert [step for step, each in enumerate(said) if each] == [7]
 
 
-def test_steps_that_train_nothing_are_said():
-    def said(last_step, tokens_per_step, epoch):
-        length = types.SimpleNamespace(last_step=last_step, tokens_per_step=tokens_per_step)
-        return few_steps_line(length, epoch)
-    assert 'a step is 8.00 times the data. A smaller --total_batch_size' in said(1, 8192, 1024)
-    assert said(2, 600, 1000) and not said(2, 500, 1000) and not said(3, 8192, 1024)
-
-
 def test_the_first_lines_say_what_was_replaced(here, tiny_data, tmp_path):
     (tmp_path / 'long.py').write_text('warmup_steps = 50\nlr_schedule = "wsd"\ndecay_share = 0.6')
     out = here('train_fp8.py', tmp_path / 'long.py', f'--dataset={tiny_data}', '--tokenizer=byte',
@@ -161,9 +150,9 @@ def test_the_first_lines_say_what_was_replaced(here, tiny_data, tmp_path):
                '--dry_run')
     lines = out.splitlines()
     rows = {line.split(' ', 1)[0]: line for line in reversed(lines) if line[:1].strip()}
-    assert rows['model'].endswith("random weights; OpenAI's: --init_from=openai-community/gpt2")
+    assert rows['model'].endswith('random weights')
     assert 'tensorwise (torchao), not mxfp8: ' in rows['precision']
-    assert rows['schedule'] == 'schedule  cut to the last step, 12: warmup_steps=1, not 50'
+    assert rows['schedule'] == 'schedule  warmup_steps=1, a tenth of the run, not 50'
 
 
 def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
@@ -212,18 +201,6 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
     assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
 
 
-def test_a_profile_of_some_steps_is_a_trace_and_a_table(tiny, tmp_path):
-    out = run('train_fp8.py', *tiny, '--fp8_backend=native', '--max_steps=6', '--profile=2', '--log_freq=1',
-              f'--checkpoint_dir={tmp_path}/run').stdout
-    trace = json.loads((tmp_path / 'run' / 'profile.json').read_text())
-    names = [event['name'] for event in trace['traceEvents'] if event.get('ph') == 'X']
-    assert sorted(name for name in names if 'ProfilerStep' in name) == ['ProfilerStep#3', 'ProfilerStep#4']
-    assert names.count('MatmulBackward') == 2 * 8
-    shares = [float(share) for share in re.findall(r'^[^%]*? ([\d.]+)%  .*%', out, re.M)]  # of the CPU's time
-    assert len(shares) == 12 and shares == sorted(shares, reverse=True)
-    assert f'profile   {tmp_path}/run/profile.json: 2 steps, for https://ui.perfetto.dev' in out
-
-
 def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
     """Of 1,000 steps without files, on a pretended H100 that is half busy."""
     times = [100.0]
@@ -270,9 +247,8 @@ def test_what_a_pause_waits_for_belongs_to_the_steps_before(monkeypatch):
     monkeypatch.setattr(torch.accelerator, 'synchronize', lambda: now.append(now.pop() + 4))
     clock = runlog.Clock(types.SimpleNamespace(waited=0.0, device=torch.device('cuda:0')))
     clock.steps += 2
-    for wait in False, True:
-        with clock.paused(wait):
-            now.append(now.pop() + 100)
+    with clock.paused():
+        now.append(now.pop() + 100)
     assert clock.read(tokens_per_step=500)['dt_ms'] == 2000
 
 

@@ -647,7 +647,7 @@ def test_a_template_that_made_no_shard_is_refused(trained, tmp_path):
     assert 'leave out --template, or prepare' in run(*words, '--template=plain', *more, rc=2).stderr
     run(*words, '--template=chat', *more)
     of_texts = ['train.py', f'--dataset={write_tiny_data(tmp_path)}', *TINY, *more, '--template=chat']
-    assert 'as texts, which have no template' in run(*of_texts, rc=2).stderr
+    assert 'prepared by another, or as texts: leave out' in run(*of_texts, rc=2).stderr
 
 
 def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
