@@ -278,7 +278,7 @@ while step < last_step and not stopping:
     if due:
         replay.forget()
         with clock.paused():
-            stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
+            stopping = not distributed.finish_all(due, [evaluate])
     if stopping:
         break
 
@@ -340,8 +340,7 @@ replay.forget()
 if not stopping:
     is_due = sample_freq and step % sample_freq == 0 and not eval_only
     last = [evaluate, *([show_sample] if is_due else []), *([test_hellaswag] if hellaswag_freq else [])]
-    stopping = not distributed.finish_all(
-        last, last if eval_only else [evaluate], distributed.sharded(config))
+    stopping = not distributed.finish_all(last, last if eval_only else [evaluate])
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)

@@ -323,7 +323,7 @@ while step < last_step and not stopping:
     if fp8_choice.on and fp8_stats_freq and step and step % fp8_stats_freq == 0:
         replay.forget()
         with clock.paused():
-            distributed.finish_all([fp8_health], [], distributed.sharded(config))
+            distributed.finish_all([fp8_health], [])
     side_work = ((evaluate, eval_freq), (show_sample, sample_freq), (test_hellaswag, hellaswag_freq),
                  (torch.cuda.empty_cache, empty_cache_freq))
     due = [work for work, freq in side_work if freq and step % freq == 0 and (step or work is evaluate)]
@@ -331,7 +331,7 @@ while step < last_step and not stopping:
         replay.forget()
         with clock.paused():
             with fp8.paused():      # both scripts evaluate without FP8
-                stopping = not distributed.finish_all(due, [evaluate], distributed.sharded(config))
+                stopping = not distributed.finish_all(due, [evaluate])
     if stopping:
         break
 
@@ -396,8 +396,7 @@ if not stopping:
     is_due = sample_freq and step % sample_freq == 0 and not eval_only
     last = [evaluate, *([show_sample] if is_due else []), *([test_hellaswag] if hellaswag_freq else [])]
     with fp8.paused():
-        stopping = not distributed.finish_all(
-            last, last if eval_only else [evaluate], distributed.sharded(config))
+        stopping = not distributed.finish_all(last, last if eval_only else [evaluate])
 if stopping and step and not eval_only:
     save(must=True)  # a resumed run begins with what was due
     log.stopped(step)

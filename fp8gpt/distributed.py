@@ -204,10 +204,6 @@ class Stopped(Exception):
     """Ends an evaluation or a sample, because the run was asked to stop."""
 
 
-class Failed(Exception):
-    """Ends a rank's side work, because that of another rank has failed."""
-
-
 class StopRequest:
     """A request to stop after the step under way: by SIGTERM, Ctrl-C, a terminal that closes, a signal by
     which schedulers warn of a job's end, or a file. A second Ctrl-C interrupts. As signals are the process's,
@@ -232,10 +228,9 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def asked(self):
-        """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU. Raises
-        Failed where another rank's side work has failed: see finish_all."""
+        """Return whether any rank was asked, the same on every rank: one small all-reduce on the CPU."""
         file_there = is_rank_0() and os.path.exists(self.stop_file)
-        if not _smallest_of_fine_ranks(-int(self.signalled or file_there)):
+        if not smallest_of_ranks(-int(self.signalled or file_there)):
             return False        # and `signalled` stays: a signal may have come since it was read
         self.signalled = True
         if file_there:
@@ -243,17 +238,9 @@ class StopRequest:
         return True
 
 
-def _smallest_of_fine_ranks(number):
-    """Return smallest_of_ranks(number), 0 or -1. Raises Failed where a rank's side work has failed."""
-    number = smallest_of_ranks(number)
-    if number < -1:
-        raise Failed
-    return number
-
-
 def until_asked(things):
     """Yield the things, of which all ranks have the same number. Before each and after the last, raise
-    Stopped once the run is asked to stop, Failed once another rank has failed."""
+    Stopped once the run is asked to stop."""
     def look():
         if StopRequest.latest and StopRequest.latest.asked():
             raise Stopped
@@ -263,28 +250,22 @@ def until_asked(things):
     look()
 
 
-def finish_all(works, must, sharded=False):
+def finish_all(works, must):
     """Call each of the functions. Return whether all have ended: not where until_asked ends one early. An
-    error in one that is not in `must` is a line of the highest rank that has it, and ends that work on all
-    ranks, at the next look of until_asked. sharded: whether the weights are: then a rank whose forward pass
-    fails leaves others in theirs, so its error ends the run."""
+    error in one that is not in `must` is a line; on several ranks, which wait for each other in it, it ends
+    the run."""
     for work in works:
         try:
             work()
-            _smallest_of_fine_ranks(0)
         except Stopped:
             if is_rank_0():
                 say_in_run('asked to stop: the evaluation or sample under way is left out')
             return False
-        except Failed:
-            pass
         except Exception as error:
-            if work in must or sharded and not hasattr(error, 'exit_code'):
+            if work in must or dist.is_initialized():
                 raise
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            if smallest_of_ranks(-2 - rank) == -2 - rank:
-                say_in_run(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
-                           f'{first_line(error)}')
+            say_in_run(f'WARNING: left out at this step: {work.__name__}: {type(error).__name__}: '
+                       f'{first_line(error)}')
     return True
 
 
