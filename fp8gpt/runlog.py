@@ -153,7 +153,6 @@ class RunLog:
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
         self.last_step, self.since = NEVER, None
-        self.val_losses, self.first_loss = [], None     # of this process
         self.lock = None
 
     def open(self, precision, last_step, lock=None):
@@ -254,11 +253,6 @@ class RunLog:
             line += f' | {bits_per_byte:.3f} bits per byte'
         self.say_at(step, line)
         self.scalars(step, val_loss=loss, val_bits_per_byte=bits_per_byte)
-        self.val_losses.append(loss)
-        last = self.val_losses[-4:]
-        if len(last) == 4 and last == sorted(set(last)):
-            self.say('the validation loss has risen three times in a row: the model may be overfitting, or '
-                     f'max_lr be too high; the lowest was {min(self.val_losses):.4f}')
         target = self.config['target_val_loss']
         if loss <= target and (best is None or best > target):
             self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
@@ -301,10 +295,6 @@ class RunLog:
             f'skipped: {figures["skipped"]}' if figures['skipped'] else '',
         ]
         self.say(' | '.join(filter(None, parts)))
-        self.first_loss = self.first_loss or figures['loss']
-        if figures['loss'] > max(2 * self.first_loss, self.first_loss + 1):
-            self.intro(f'WARNING: the loss is more than twice the {self.first_loss:.2f} it began with: stop, '
-                       'and start anew with a lower --max_lr')
         if figures['data_wait'] > 0.05 and step > 1:
             self.say(f'{figures["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
                      f'now {self.config["num_workers"]}')
@@ -398,32 +388,26 @@ class RunCurves:
         path = join(directory, 'log.jsonl')
         if not isfile(path):
             raise MissingError(f'no {path}: name the checkpoint_dir of a run')
-        records = files.read_log(path)
+        records, last = files.read_log(path), {}
         curve = functools.partial(values_by_step, records)
         self.train, self.val = curve('train/loss'), curve('val/loss')
         self.hellaswag = curve('hellaswag/acc_norm')
         # steps, tokens: rows in one piece, or interp would copy them each time
         self.seen = np.array(sorted(({0: 0.0} | curve('train/tokens')).items())).T.copy()
-        self.speeds, milliseconds = (
-            {step: value for step, value in curve(key).items() if 0 < value < math.inf}
-            for key in ('train/tokens_per_sec', 'train/dt_ms'))
+        self.speeds, milliseconds = curve('train/tokens_per_sec'), curve('train/dt_ms')
         self.peak_gb = max(curve('train/peak_gb').values(), default=None)
-        sizes = {step: self.speeds[step] * milliseconds[step] / 1e3
-                 for step in self.speeds.keys() & milliseconds}      # of a step, in tokens
-        if not (sizes and self.train):
+        if not self.train:
             raise SettingError(f'{path} holds no training step yet')
-        last = {}
         for record in records:
             last |= record
-        self.header = header_of(last)
+        self.header = {'device': last.get('device')} | {key: last.get(key, {}) for key in ('versions', 'config')}
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
-        self.last_val, self.last_hellaswag, self.last_bits = map(
-            last_of, (self.val, self.hellaswag, curve('val/bits_per_byte')))
+        self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
         self.finished = 'finished' in records[-1]
         tail = list(self.train.values())[-max(1, len(self.train) // 10):]
         self.last_train = statistics.fmean(tail)        # over the last tenth
         self.speed = statistics.median(self.speeds.values())
-        self.tokens = round(last_of(sizes))      # of the last step
+        self.tokens = round(last_of(self.speeds) * last_of(milliseconds) / 1e3)     # of the last step
 
     def tokens_at(self, step):
         """Return the tokens seen up to a step: those logged, a share of them between two lines, and for steps
@@ -437,19 +421,6 @@ def last_of(curve):
     return curve[max(curve)] if curve else None
 
 
-def header_of(record):
-    """Return device, versions and config of a log's records together; {} where one is no dict."""
-    found = {key: record[key] if isinstance(record.get(key), dict) else {} for key in ('versions', 'config')}
-    return {'device': record.get('device')} | found
-
-
 def values_by_step(records, key):
-    """Return {step: value} of a key of a log's records. A value may be NaN, as text, and a log anybody's:
-    finite values of 1e30 and more, of which no picture can be drawn, are left out."""
-    values = {}
-    for record in records:
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            value = float(record[key])
-            if not 1e30 <= abs(value) < math.inf:
-                values[record['step']] = value
-    return values
+    """Return {step: value} of a key of a log's records. A value may be NaN, as text."""
+    return {record['step']: float(record[key]) for record in records if record.get(key) is not None}
