@@ -100,10 +100,8 @@ def find_files(patterns):
     brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
     paths = {}      # in order
     for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
-        there = path = with_home(pattern.strip())
-        while there and not exists(there):
-            there = dirname(there)
-        found = sorted(glob(escape(there) + path[len(there):], recursive=True))
+        path = with_home(pattern.strip())
+        found = [path] if exists(path) else sorted(glob(path, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
         paths.update(dict.fromkeys(found))
@@ -566,6 +564,8 @@ def survey(meta, documents, paths):
         tokens += len(document[1])
         if tokens >= settings['shard_tokens'] or len(first) >= FEWEST and min(keys, default=share) < share:
             break
+    else:
+        tokens = 0      # they are all
     refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
     check_refused(meta, len(refused), len(first), refused)
     if len(keys) < 2:
@@ -573,11 +573,13 @@ def survey(meta, documents, paths):
         raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(keys)} different {kind}; two '
                            'are the least, since one is for validation')
     meta['progress'] |= {'threshold': min(max(share, min(keys) + 1), max(keys)), 'held_from': None}
+    used = [(counts['bytes'], system) for _, ids, _, counts, system in first if len(ids)]
     if is_one_text(paths) and not settings['max_tokens']:
         size = sum(len(part.encode()) for part in files.text_of(paths[0]))
-        meta['progress']['held_from'] = int(size * (1 - settings['val_fraction']))
-    used = (system for _, ids, *_, system in first if len(ids))
-    meta['system'] = collections.Counter(used).most_common(1)[0][0]
+        # of a few documents, which are all in the first shard, the last one at least
+        last = size if tokens else sum(n_bytes for n_bytes, _ in used[:-1])
+        meta['progress']['held_from'] = min(int(size * (1 - settings['val_fraction'])), last)
+    meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
     return itertools.chain(first, documents)
 
 

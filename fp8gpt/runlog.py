@@ -400,7 +400,8 @@ class RunCurves:
             raise SettingError(f'{path} holds no training step yet')
         for record in records:
             last |= record
-        self.header = {'device': last.get('device')} | {key: last.get(key, {}) for key in ('versions', 'config')}
+        self.header = {'device': last.get('device')}
+        self.header |= {key: last.get(key, {}) for key in ('versions', 'config')}
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
         self.finished = 'finished' in records[-1]

@@ -167,11 +167,8 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     monkeypatch.setenv('HOME', str(tmp_path))
     for name in 'a[1].txt', 'b,c.txt', 'd.txt', 'e.txt':
         (tmp_path / name).write_text('text')
-    (tmp_path / '[x]').mkdir()
-    (tmp_path / '[x]' / 'f,g.txt').write_text('text')
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
-                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt']),
-                         ('~/[x]/*.txt,~/d*.txt', ['[x]/f,g.txt', 'd.txt'])):
+                         ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
 
 
@@ -338,6 +335,9 @@ def test_a_short_text_gives_train_and_val(tmp_path):
         prepare_here(*of(path, tmp_path, '--overwrite'))
         splits = meta(tmp_path / 'mine-byte')['splits']
         assert splits['train']['tokens'] > 3000 and 0 < splits['val']['tokens'] < len(text) / 8
+    path.write_text('A fox ran. ' * 99 + '\n' + 'Then. ' * 300 + '\n')     # two documents, of one line each
+    prepare_here(*of(path, tmp_path, '--overwrite'))
+    assert meta(tmp_path / 'mine-byte')['splits']['val']['bytes'] == 1801
     path.write_text('hello')
     assert '1 rows with 1 different texts; two are the least' in refused_here(*of(path, tmp_path / 'b'))[1]
 
