@@ -550,13 +550,9 @@ def check_refused(meta, refused, rows, reasons):
 
 def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
-    all documents.
-
-    Documents are for validation whose hash is below `threshold`: a share of all, and one of the first shard
-    at least, so that all answers to one question are in one split. Of one text those are that begin past
-    `held_from` bytes. Raises DataError where too many rows cannot be used, MachineError where fewer than two
+    all documents. Raises DataError where too many rows cannot be used, MachineError where fewer than two
     documents differ."""
-    settings, keys, first, tokens = meta['settings'], set(), [], 0
+    settings, keys, first, tokens, is_whole = meta['settings'], set(), [], 0, False
     share = int(settings['val_fraction'] * 2**64)
     for document in documents:
         first.append(document)
@@ -565,22 +561,27 @@ def survey(meta, documents, paths):
         if tokens >= settings['shard_tokens'] or len(first) >= FEWEST and min(keys, default=share) < share:
             break
     else:
-        tokens = 0      # they are all
+        is_whole = True
     refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
     check_refused(meta, len(refused), len(first), refused)
     if len(keys) < 2:
         kind = 'questions' if meta['template'] else 'texts'
         raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(keys)} different {kind}; two '
                            'are the least, since one is for validation')
-    meta['progress'] |= {'threshold': min(max(share, min(keys) + 1), max(keys)), 'held_from': None}
     used = [(counts['bytes'], system) for _, ids, _, counts, system in first if len(ids)]
+    sizes, systems = zip(*used)
+    meta['system'] = collections.Counter(systems).most_common(1)[0][0]
+    meta['progress'] |= {'threshold': min(max(share, min(keys) + 1), max(keys)), 'held_from': None}
     if is_one_text(paths) and not settings['max_tokens']:
-        size = sum(len(part.encode()) for part in files.text_of(paths[0]))
-        # of a few documents, which are all in the first shard, the last one at least
-        last = size if tokens else sum(n_bytes for n_bytes, _ in used[:-1])
-        meta['progress']['held_from'] = min(int(size * (1 - settings['val_fraction'])), last)
-    meta['system'] = collections.Counter(system for _, system in used).most_common(1)[0][0]
+        meta['progress']['held_from'] = last_part(paths[0], settings, sizes if is_whole else ())
     return itertools.chain(first, documents)
+
+
+def last_part(path, settings, sizes):
+    """Return the byte of a text from which on its documents are for validation: the last share, and one
+    document at least. sizes: bytes of all documents, if they are few."""
+    whole = sum(len(part.encode()) for part in files.text_of(path))
+    return min([int(whole * (1 - settings['val_fraction'])), *[sum(sizes[:-1])] * bool(sizes)])
 
 
 def make(config, folder, paths, meta, tokenizer):
