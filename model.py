@@ -343,12 +343,12 @@ def block_mask(examples):
 
 def rope_tables(config, tokens):
     """Return cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
-    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device='cpu') / config.head_dim)
     if config.rope_factor != 1:
         times = config.rope_original / (2 * math.pi / frequencies)  # that a wavelength fits into it
         kept = ((times - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
         frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
-    angles = torch.outer(torch.arange(tokens).float(), frequencies)[:, None]
+    angles = torch.outer(torch.arange(tokens, device='cpu').float(), frequencies)[:, None]
     return angles.cos(), angles.sin()
 
 
@@ -357,6 +357,13 @@ def rotate(x, cos, sin):
     1, half) or (B, T, 1, half)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding without initial values: to draw them on the device meta, torch imports torch._dynamo."""
+
+    def reset_parameters(self):
+        pass  # GPT.init_weights sets every parameter by its name
 
 
 class MLP(nn.Module):
@@ -496,9 +503,9 @@ class GPT(nn.Module):
         self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint or recompute
         self.compiled = False
         self.loss_chunks, self.penalty = loss_chunks, None     # a Penalty, where a run has one
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.wpe = Embedding(config.block_size, config.n_embd)
         else:
             self.make_rope(min(config.block_size, 8192))
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))

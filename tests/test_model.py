@@ -14,7 +14,7 @@ import model as model_file
 from model import GPT, PRESETS, GPTConfig, Linear, generate, pick, rope_tables
 from configurator import SettingError
 from conftest import run
-from helpers import compiled, peak_bytes, relative, same_tensors, with_noise
+from helpers import checkpoint_of, compiled, peak_bytes, relative, same_tensors, with_noise
 
 SMALL = GPTConfig(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=64)
 LLAMA = dataclasses.replace(
@@ -68,6 +68,18 @@ tokens = model.generate(gpt, torch.zeros((1, 1), dtype=torch.long), 3)
 assert not next(tokens).requires_grad and torch.is_grad_enabled()
 """
     assert 'Traceback' not in run('-c', code, fork=False).stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_opened_without_the_compiler(tmp_path):
+    """Importing torch._dynamo would double the time that sample.py takes to start."""
+    torch.save(checkpoint_of(GPT(LLAMA), 1), tmp_path / 'small.pt')
+    code = """import sys
+from fp8gpt import pretrained
+pretrained.model_of(pretrained.opened(sys.argv[1])[0])
+assert 'torch._dynamo' not in sys.modules
+"""
+    run('-c', code, str(tmp_path / 'small.pt'), fork=False)
 
 
 def test_generation_past_the_block_and_its_draws():
