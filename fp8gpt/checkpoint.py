@@ -57,7 +57,8 @@ PARTS = {
     'measured_on': (dict, NoneType),            # what best_val_loss is of: run.Run.measured_on
     'fp8_choice': (dict, NoneType),             # fp8.Choice.ran
 }
-OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int, 'fingerprint': str}
+OF_LORA = {'rank': int, 'alpha': (int, float), 'targets': str, 'base': str, 'seed': int,
+           'checksum': (int, NoneType)}     # older files lack it
 MOST = 2**62    # of a step, a position, a number of tokens, ...
 
 

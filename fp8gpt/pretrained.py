@@ -116,15 +116,19 @@ def is_built_here(init_from):
     return bool(files.checkpoint_file(init_from))
 
 
-def base_of_adapters(about):
-    """Return what `base` returns for the base of adapters, by 'lora' of their checkpoint. Raises MissingError
-    where it is not there, and what `base` raises."""
-    name = about['base']
+def base_of_adapters(state):
+    """Return what `base` returns for the base of a checkpoint's adapters. Raises MissingError where it is not
+    there, DataError where it has another config than the checkpoint, and what `base` raises."""
+    name = state['lora']['base']
     if is_pretrained(name) and not os.path.isdir(name):
         say_once(f'# the base of the adapters is {name}, on the hub')
     elif name not in ('scratch', *PRESETS) and not os.path.exists(name):
         raise MissingError(f'the base of the adapters, {name}, is not there: put it back, or a link')
-    return base(name, adapters=True)
+    start = base(name, adapters=True)
+    if start and start['model_config'] != state['model_config']:
+        raise DataError(f'{name} has another architecture now than when the adapters were trained on it: put '
+                        'that model back')
+    return start
 
 
 def with_merged_adapters(state):
@@ -136,7 +140,7 @@ def with_merged_adapters(state):
         return state
     from fp8gpt import lora     # late: most checkpoints have no adapters
     REVISIONS.update(state.get('revisions', {}))
-    start = base_of_adapters(about)
+    start = base_of_adapters(state)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if start:
         model.load_weights(start['weights'])
@@ -246,9 +250,9 @@ class Weights:
     def check(self, found):
         """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors. A head that is
         stored although it is the embedding is taken out of it."""
-        wanted = {name: tuple(part.shape) for own in tensors_of(self.config).values()
-                  for name, part in own.items()}
-        head, [embedding] = 'lm_head.weight', tensors_of(self.config)['wte.weight']
+        parts = tensors_of(self.config)
+        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
+        head, [embedding] = 'lm_head.weight', parts['wte.weight']
         if head not in wanted and {head, embedding} <= found.keys():
             second = found.pop(head)[:].float()
             if not torch.equal(second, found[embedding][:].float()):

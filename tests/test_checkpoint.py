@@ -550,7 +550,7 @@ def saved(value, **options):
 
 
 NAN = float('nan')
-OF_ADAPTERS = dict(rank=4, alpha=8.0, targets='all', base='scratch', seed=0, fingerprint='')
+OF_ADAPTERS = dict(rank=4, alpha=8.0, targets='all', base='scratch', seed=0)
 FOREIGN = {
     'text': b'hello',
     'a pickle': pickle.dumps({'step': 1}),
