@@ -84,22 +84,29 @@ class GPTConfig:
                                f'{self.n_layer} and {self.head_dim}')
         if self.position == 'rope' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
-        if self.rope_low >= self.rope_high:
-            raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
 
     @property
     def padded_vocab_size(self):
         """Return the rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
         return -(-self.vocab_size // 64) * 64
 
+    def block_linears(self):
+        """Return {name: (in_features, out_features, has a bias)} of a block's linears, in forward's order."""
+        C, heads, bias = self.n_embd, self.n_head * self.head_dim, self.bias
+        qkv = heads + 2 * self.n_kv_head * self.head_dim
+        up, width = ('gate_up', 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('up', self.ffn_dim)
+        return {
+            'attn.qkv': (C, qkv, bias or self.qkv_bias),
+            'attn.proj': (heads, C, bias),
+            f'mlp.{up}': (C, width, bias),
+            'mlp.down': (self.ffn_dim, C, bias),
+        }
+
     def linears(self):
         """Return [(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
-        C, heads = self.n_embd, self.n_head * self.head_dim
-        qkv = heads + 2 * self.n_kv_head * self.head_dim
-        up = ('mlp.gate_up', C, 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('mlp.up', C, self.ffn_dim)
-        block = [('attn.qkv', C, qkv), ('attn.proj', heads, C), up, ('mlp.down', self.ffn_dim, C)]
-        layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, k, n in block]
-        return [*layers, ('lm_head', C, self.padded_vocab_size)]
+        block = self.block_linears().items()
+        layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, (k, n, _) in block]
+        return [*layers, ('lm_head', self.n_embd, self.padded_vocab_size)]
 
     def flops_per_token(self, tokens):
         """Return the FLOPs of forward and backward for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et
@@ -233,18 +240,14 @@ def swiglu(gate_up):
 
 class Attention(nn.Module):
     """Causal self-attention. With n_kv_head < n_head, query heads share keys and values (Ainslie et al.
-    2023)."""
+    2023). make(name) returns a linear of GPTConfig.block_linears."""
 
-    def __init__(self, config, linear, name):
+    def __init__(self, config, make):
         super().__init__()
-        self.counts = config.n_head, config.n_kv_head, config.n_kv_head
-        self.head_dim = config.head_dim
-        heads, width = (n * config.head_dim for n in (config.n_head, sum(self.counts)))
-        biased = config.bias or config.qkv_bias
-        self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
-        self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.counts, self.head_dim = (config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim
+        self.qkv, self.proj = make('attn.qkv'), make('attn.proj')
+        self.q_norm, self.k_norm = (
+            Norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in 'qk')
 
     def split(self, qkv):
         """Return views q, k, v (B, T, heads, head_dim) of qkv (B, T, width)."""
@@ -344,17 +347,16 @@ class Embedding(nn.Embedding):
 
 
 class MLP(nn.Module):
-    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear."""
+    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear. make: see Attention."""
 
-    def __init__(self, config, linear, name):
+    def __init__(self, config, make):
         super().__init__()
-        C, hidden, bias = config.n_embd, config.ffn_dim, config.bias
         self.swiglu = config.mlp == 'swiglu'
         if self.swiglu:
-            self.gate_up = linear(C, 2 * hidden, bias=bias, name=f'{name}.gate_up')
+            self.gate_up = make('mlp.gate_up')
         else:
-            self.up = linear(C, hidden, bias=bias, name=f'{name}.up')
-        self.down = linear(hidden, C, bias=bias, name=f'{name}.down')
+            self.up = make('mlp.up')
+        self.down = make('mlp.down')
 
     def forward(self, x):
         if self.swiglu:
@@ -368,11 +370,15 @@ class Block(nn.Module):
 
     def __init__(self, config, linear, name):
         super().__init__()
-        norm = linear.norm(AddNorm) if hasattr(linear, 'norm') else AddNorm
+        norm, shapes = linear.norm(AddNorm) if hasattr(linear, 'norm') else AddNorm, config.block_linears()
+
+        def make(part):
+            k, n, bias = shapes[part]
+            return linear(k, n, bias=bias, name=f'{name}.{part}')
         self.ln_1 = norm(config, config.n_embd)
-        self.attn = Attention(config, linear, f'{name}.attn')
+        self.attn = Attention(config, make)
         self.ln_2 = norm(config, config.n_embd)
-        self.mlp = MLP(config, linear, f'{name}.mlp')
+        self.mlp = MLP(config, make)
 
     def forward(self, x, delta, rope, cache, mask=None):
         """Return x and delta; x (B, T, n_embd), delta the same or None. rope, cache, mask: Attention's."""
@@ -636,15 +642,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights):
-        """Copy name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
+        """Copy name -> tensor into the parameters. Raises SettingError where names or shapes differ."""
         own = self.weights()
         odd = sorted(own.keys() ^ weights.keys())
         if odd:
-            raise ValueError(f'these weights are another model\'s: {len(odd)} names differ, {odd[0]} first')
+            raise SettingError(f'these weights are another model\'s: {len(odd)} names differ, {odd[0]} first')
         for name, p in own.items():
             tensor = weights[name]  # once: it may be read from a file only now
             if tensor.shape != p.shape:
-                raise ValueError(f'these weights are another model\'s: {name} is of another shape')
+                raise SettingError(f'these weights are another model\'s: {name} is of another shape')
             p.copy_(tensor)
 
 
@@ -686,7 +692,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     cache = torch.empty(shape, dtype=gpt.dtype, device=idx.device)
     generators = [torch.Generator(idx.device).manual_seed(seed + row) for row in range(len(idx))]
     done = idx[:, 0] < 0        # none yet
-    ends = torch.tensor(stops, device=idx.device)
+    ends = torch.tensor(stops or [-1], device=idx.device)
     for _ in range(max_new_tokens):
         if past + tokens.shape[1] > most:
             past, tokens = 0, seen[:, -(most // 2):]
@@ -694,10 +700,9 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]
         tokens = pick(logits, temperature, top_k, top_p, generators)             # (B, 1)
-        if stops:
-            tokens = tokens.masked_fill(done[:, None], stops[0])
-            done = torch.isin(tokens[:, 0], ends)
+        tokens = tokens.masked_fill(done[:, None], ends[0])
+        done = torch.isin(tokens[:, 0], ends)
         seen = torch.cat([seen, tokens], dim=1)[:, -most:]
         yield tokens[:, 0]
-        if stops and done.all():
+        if done.all():
             return

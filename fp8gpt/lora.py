@@ -45,19 +45,15 @@ class Spec:
 
     def parameters(self, config):
         """Return the number of the adapters' weights."""
-        chosen = self.chosen(config) if self.rank else ()
+        chosen = self.chosen(config)
         return config.n_layer * sum(self.rank * (k + n) for _, k, rows in slices(config)
                                     for name, n in rows.items() if name in chosen)
 
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
-    found = []
-    for name, k, n in config.linears()[:4]:     # the first block's
-        linear = name.removeprefix('h.0.')
-        parts = parts_of(config, linear, n)
-        found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
-    return found
+    return [(linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts_of(config, linear, n).items()})
+            for linear, (k, n, _) in config.block_linears().items()]
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
@@ -131,7 +127,7 @@ def flops_per_token(config, spec, tokens):
 
 def checksum(model):
     """Return a checksum of a GPT's token embedding, cast to bf16, which a run's param_dtype may be."""
-    values = whole(model.wte.weight.detach()).bfloat16().cpu().contiguous()
+    values = whole(model.wte.weight.detach()).bfloat16().cpu()
     return zlib.crc32(values.view(torch.int16).numpy())
 
 
@@ -170,8 +166,5 @@ def add_saved(model, state):
         raise DataError(f'the adapters were trained on other weights than init_from={about["base"]} with '
                         f'seed={about["seed"]} has now: put those back')
     add(model, Spec.of(about, prefix=''))
-    try:
-        model.load_weights(state['weights'])
-    except ValueError as error:
-        raise DataError(f'the adapters do not fit their base: {error}') from None
+    model.load_weights(state['weights'])
     return about
