@@ -490,10 +490,9 @@ def test_auto_tokenizer_gives_the_same_ids(name, kinds, tmp_path):
             config = dataclasses.replace(config, vocab_size=50257, n_layer=1, n_embd=16, head_dim=4)
         path, _ = ours_in(tmp_path, config, name)
         out = tmp_path / kind
-        said = hf.export(path, str(out))
+        hf.export(path, str(out))
         auto = transformers.AutoTokenizer
-        if (name, kind) == ('gpt2', 'qwen2'):
-            assert 'PreTrainedTokenizerFast' in said
+        if (name, kind) == ('gpt2', 'qwen2'):   # AutoTokenizer replaces Qwen2's pre-tokenizer
             auto = transformers.PreTrainedTokenizerFast
         theirs, ours = auto.from_pretrained(out), get_tokenizer(name)
         for text in [*TEXTS, (ROOT / 'model.py').read_text()]:
