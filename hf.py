@@ -5,7 +5,7 @@ $ python hf.py export --ckpt=checkpoints_fp8/latest.pt --out=hf_fp8 --fp8   # in
 $ python hf.py merge --ckpt=checkpoints_fp8/latest.pt --out=merged  # base + adapters in one checkpoint
 $ python hf.py save --ckpt=checkpoints_fp8/latest.pt --out=adapter  # a folder that PEFT loads
 
-The other scripts open such folders themselves, by fp8gpt/pretrained.py.
+The other scripts open such folders themselves, but for FP8's, by fp8gpt/pretrained.py.
 """
 import sys
 
@@ -51,10 +51,12 @@ from safetensors.torch import save_file
 
 from fp8gpt import checkpoint, files, lora, pretrained
 from fp8gpt.fp8.linear import E4M3, Quantizer
-from fp8gpt.hf_families import BLOCK, FP8, is_gpt2, split, tensors_of, their_config
+from fp8gpt.hf_families import is_gpt2, split, tensors_of, their_config
 from fp8gpt.tokenizer import EOT, is_pretrained, keep_files
 from fp8gpt.run import DTYPES
 from model import GPTConfig
+
+BLOCK = 128             # rows and columns of a block of an FP8 weight, as in Qwen's releases
 
 # ----------------------------------------------------------------------------------------------------- models
 
@@ -130,8 +132,13 @@ def export(ckpt, out, dtype='fp32', fp8=False):
         if not in_fp8:
             raise SettingError(f'--fp8 stores linear layers whose sizes are multiples of {BLOCK}, and this '
                                'model has none in transformers: leave it out')
-        more = {'activation_scheme': 'dynamic', 'modules_to_not_convert': plain}
-        theirs['quantization_config'] = {name: value for name, [value] in FP8.items()} | more
+        theirs['quantization_config'] = {
+            'quant_method': 'fp8',
+            'fmt': 'e4m3',
+            'activation_scheme': 'dynamic',
+            'weight_block_size': [BLOCK, BLOCK],
+            'modules_to_not_convert': plain,
+        }
         line += f', {in_fp8} tensors of linears in FP8'
     with new_folder(out) as folder:
         files.write_json(f'{folder}/config.json', theirs)

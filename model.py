@@ -31,24 +31,6 @@ CHOICES = {'mlp': ('gelu', 'swiglu'), 'norm': ('layernorm', 'rmsnorm'), 'positio
 # Nothing random happens in a block; a generator's state, which CUDA graphs do not let it read, is not kept.
 recompute = functools.partial(checkpoint, preserve_rng_state=False)
 
-# Least and most of each number. A config.json or a checkpoint that asks for more would hang a machine.
-LIMITS = {
-    'vocab_size': (1, 2**24),
-    'block_size': (1, 2**24),
-    'n_layer': (1, 1024),
-    'n_head': (1, 1024),
-    'n_kv_head': (0, 1024),
-    'n_embd': (1, 2**16),
-    'ffn_dim': (0, 2**18),
-    'rope_original': (1, 2**24),
-    'head_dim': (0, 4096),
-    'norm_eps': (1e-12, 1),
-    'rope_theta': (1, 1e12),
-    'rope_factor': (1e-3, 1e6),
-    'rope_low': (1e-3, 1e6),
-    'rope_high': (1e-3, 1e6),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -79,15 +61,13 @@ class GPTConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in LIMITS:
-                low, high = LIMITS[name]
-                number = 'a whole number' if field.type is int else 'a number'
-                wanted = f'{number}, {low} to {high}'
-                fits = type(value) in (int, field.type) and low <= value <= high
+            if field.type in (int, float):      # 0 only where it stands for another number
+                wanted = 'a whole number above 0' if field.type is int else 'a number above 0'
+                fits = type(value) in (int, field.type) and (0 < value < 2**40 or value == field.default)
             else:
                 choices = CHOICES.get(name, (False, True))
                 wanted = f'one of {", ".join(map(str, choices))}'
-                fits = type(value) is field.type and value in choices
+                fits = value in choices
             if not fits:
                 raise SettingError(f'{name} is {wanted}, not {value!r:.100}')
         derived = 0 if self.n_embd % self.n_head else self.n_embd // self.n_head
@@ -99,24 +79,34 @@ class GPTConfig:
         if not self.head_dim or self.n_head % self.n_kv_head:
             raise SettingError(f'n_embd={self.n_embd} must be a multiple of n_head={self.n_head}, '
                                f'and n_head a multiple of n_kv_head={self.n_kv_head}')
+        if self.n_layer > 1024 or self.head_dim > 4096:     # modules and RoPE's tables cost memory at once
+            raise SettingError('n_layer goes up to 1024 and head_dim up to 4096, not '
+                               f'{self.n_layer} and {self.head_dim}')
         if self.position == 'rope' and self.head_dim % 2:
             raise SettingError(f'rope needs an even head width, not {self.head_dim}')
-        if self.rope_low >= self.rope_high:
-            raise SettingError(f'rope_low={self.rope_low:g} must be below rope_high={self.rope_high:g}')
 
     @property
     def padded_vocab_size(self):
         """Return the rows of the embedding and the head: a multiple of 64, which GPU matrix units want."""
         return -(-self.vocab_size // 64) * 64
 
+    def block_linears(self):
+        """Return {name: (in_features, out_features, has a bias)} of a block's linears, in forward's order."""
+        C, heads, bias = self.n_embd, self.n_head * self.head_dim, self.bias
+        qkv = heads + 2 * self.n_kv_head * self.head_dim
+        up, width = ('gate_up', 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('up', self.ffn_dim)
+        return {
+            'attn.qkv': (C, qkv, bias or self.qkv_bias),
+            'attn.proj': (heads, C, bias),
+            f'mlp.{up}': (C, width, bias),
+            'mlp.down': (self.ffn_dim, C, bias),
+        }
+
     def linears(self):
         """Return [(name, in_features, out_features)] in the order in which GPT asks its factory for them."""
-        C, heads = self.n_embd, self.n_head * self.head_dim
-        qkv = heads + 2 * self.n_kv_head * self.head_dim
-        up = ('mlp.gate_up', C, 2 * self.ffn_dim) if self.mlp == 'swiglu' else ('mlp.up', C, self.ffn_dim)
-        block = [('attn.qkv', C, qkv), ('attn.proj', heads, C), up, ('mlp.down', self.ffn_dim, C)]
-        layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, k, n in block]
-        return [*layers, ('lm_head', C, self.padded_vocab_size)]
+        block = self.block_linears().items()
+        layers = [(f'h.{i}.{name}', k, n) for i in range(self.n_layer) for name, (k, n, _) in block]
+        return [*layers, ('lm_head', self.n_embd, self.padded_vocab_size)]
 
     def flops_per_token(self, tokens):
         """Return the FLOPs of forward and backward for sequences of `tokens`: 6 N + 12 L H T (Chowdhery et
@@ -134,10 +124,8 @@ class GPTConfig:
 
 LLAMA_LIKE = dict(mlp='swiglu', norm='rmsnorm', position='rope', bias=False)
 LLAMA3 = dict(LLAMA_LIKE, vocab_size=128_256, block_size=131_072, rope_theta=5e5, rope_factor=32.0)
-LLAMA31 = dict(LLAMA3, rope_factor=8.0, tie_embeddings=False)
 QWEN25 = dict(LLAMA_LIKE, vocab_size=151_936, block_size=32_768, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
 QWEN25_7B = dict(QWEN25, vocab_size=152_064, block_size=131_072, tie_embeddings=False)
-QWEN25_14B = dict(QWEN25_7B, norm_eps=1e-5)
 QWEN3 = dict(QWEN25, block_size=40_960, head_dim=128, qkv_bias=False, qk_norm=True)
 QWEN3_8B = dict(QWEN3, tie_embeddings=False)
 SMOLLM2 = dict(LLAMA_LIKE, vocab_size=49_152, block_size=8192, rope_theta=1e5)
@@ -151,21 +139,17 @@ ROWS = {                # family, then SIZES
     'h100-350m':     (LLAMA_LIKE, 24, 16, 16, 1024, 2688),
     'llama-3.2-1b':  (LLAMA3, 16, 32, 8, 2048, 8192),
     'llama-3.2-3b':  (LLAMA3, 28, 24, 8, 3072, 8192),
-    'llama-3.1-8b':  (LLAMA31, 32, 32, 8, 4096, 14_336),
-    'llama-3.1-70b': (LLAMA31, 80, 64, 8, 8192, 28_672),
+    'llama-3.1-8b':  (dict(LLAMA3, rope_factor=8.0, tie_embeddings=False), 32, 32, 8, 4096, 14_336),
     'qwen2.5-0.5b':  (QWEN25, 24, 14, 2, 896, 4864),
     'qwen2.5-1.5b':  (dict(QWEN25, block_size=131_072), 28, 12, 2, 1536, 8960),
     'qwen2.5-3b':    (QWEN25, 36, 16, 2, 2048, 11_008),
     'qwen2.5-7b':    (QWEN25_7B, 28, 28, 4, 3584, 18_944),
-    'qwen2.5-14b':   (QWEN25_14B, 48, 40, 8, 5120, 13_824),
-    'qwen2.5-32b':   (QWEN25_14B, 64, 40, 8, 5120, 27_648),
-    'qwen2.5-72b':   (QWEN25_14B, 80, 64, 8, 8192, 29_568),
+    'qwen2.5-14b':   (dict(QWEN25_7B, norm_eps=1e-5), 48, 40, 8, 5120, 13_824),
     'qwen3-0.6b':    (QWEN3, 28, 16, 8, 1024, 3072),
     'qwen3-1.7b':    (QWEN3, 28, 16, 8, 2048, 6144),
     'qwen3-4b':      (QWEN3, 36, 32, 8, 2560, 9728),
     'qwen3-8b':      (QWEN3_8B, 36, 32, 8, 4096, 12_288),
     'qwen3-14b':     (QWEN3_8B, 40, 40, 8, 5120, 17_408),
-    'qwen3-32b':     (QWEN3_8B, 64, 64, 8, 5120, 25_600),
     'smollm2-135m':  (SMOLLM2, 30, 9, 3, 576, 1536),
     'smollm2-360m':  (SMOLLM2, 32, 15, 5, 960, 2560),
     'smollm2-1.7b':  (dict(SMOLLM2, rope_theta=1.3e5), 24, 32, 32, 2048, 8192),
@@ -256,18 +240,14 @@ def swiglu(gate_up):
 
 class Attention(nn.Module):
     """Causal self-attention. With n_kv_head < n_head, query heads share keys and values (Ainslie et al.
-    2023)."""
+    2023). make(name) returns a linear of GPTConfig.block_linears."""
 
-    def __init__(self, config, linear, name):
+    def __init__(self, config, make):
         super().__init__()
-        self.counts = config.n_head, config.n_kv_head, config.n_kv_head
-        self.head_dim = config.head_dim
-        heads, width = (n * config.head_dim for n in (config.n_head, sum(self.counts)))
-        biased = config.bias or config.qkv_bias
-        self.qkv = linear(config.n_embd, width, bias=biased, name=f'{name}.qkv')
-        self.proj = linear(heads, config.n_embd, bias=config.bias, name=f'{name}.proj')
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.counts, self.head_dim = (config.n_head, config.n_kv_head, config.n_kv_head), config.head_dim
+        self.qkv, self.proj = make('attn.qkv'), make('attn.proj')
+        self.q_norm, self.k_norm = (
+            Norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in 'qk')
 
     def split(self, qkv):
         """Return views q, k, v (B, T, heads, head_dim) of qkv (B, T, width)."""
@@ -343,12 +323,12 @@ def block_mask(examples):
 
 def rope_tables(config, tokens):
     """Return cos and sin of RoPE's angles, each (tokens, 1, head_dim / 2)."""
-    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device='cpu') / config.head_dim)
     if config.rope_factor != 1:
         times = config.rope_original / (2 * math.pi / frequencies)  # that a wavelength fits into it
         kept = ((times - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
         frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
-    angles = torch.outer(torch.arange(tokens).float(), frequencies)[:, None]
+    angles = torch.outer(torch.arange(tokens, device='cpu').float(), frequencies)[:, None]
     return angles.cos(), angles.sin()
 
 
@@ -359,18 +339,24 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-class MLP(nn.Module):
-    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear."""
+class Embedding(nn.Embedding):
+    """nn.Embedding without initial values: to draw them on the device meta, torch imports torch._dynamo."""
 
-    def __init__(self, config, linear, name):
+    def reset_parameters(self):
+        pass  # GPT.init_weights sets every parameter by its name
+
+
+class MLP(nn.Module):
+    """An MLP with GELU, or with SwiGLU, whose gate and up projections are one linear. make: see Attention."""
+
+    def __init__(self, config, make):
         super().__init__()
-        C, hidden, bias = config.n_embd, config.ffn_dim, config.bias
         self.swiglu = config.mlp == 'swiglu'
         if self.swiglu:
-            self.gate_up = linear(C, 2 * hidden, bias=bias, name=f'{name}.gate_up')
+            self.gate_up = make('mlp.gate_up')
         else:
-            self.up = linear(C, hidden, bias=bias, name=f'{name}.up')
-        self.down = linear(hidden, C, bias=bias, name=f'{name}.down')
+            self.up = make('mlp.up')
+        self.down = make('mlp.down')
 
     def forward(self, x):
         if self.swiglu:
@@ -384,11 +370,15 @@ class Block(nn.Module):
 
     def __init__(self, config, linear, name):
         super().__init__()
-        norm = linear.norm(AddNorm) if hasattr(linear, 'norm') else AddNorm
+        norm, shapes = linear.norm(AddNorm) if hasattr(linear, 'norm') else AddNorm, config.block_linears()
+
+        def make(part):
+            k, n, bias = shapes[part]
+            return linear(k, n, bias=bias, name=f'{name}.{part}')
         self.ln_1 = norm(config, config.n_embd)
-        self.attn = Attention(config, linear, f'{name}.attn')
+        self.attn = Attention(config, make)
         self.ln_2 = norm(config, config.n_embd)
-        self.mlp = MLP(config, linear, f'{name}.mlp')
+        self.mlp = MLP(config, make)
 
     def forward(self, x, delta, rope, cache, mask=None):
         """Return x and delta; x (B, T, n_embd), delta the same or None. rope, cache, mask: Attention's."""
@@ -496,9 +486,9 @@ class GPT(nn.Module):
         self.checkpoint_every, self.checkpoint = checkpoint_every, checkpoint or recompute
         self.compiled = False
         self.loss_chunks, self.penalty = loss_chunks, None     # a Penalty, where a run has one
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         if config.position == 'learned':
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.wpe = Embedding(config.block_size, config.n_embd)
         else:
             self.make_rope(min(config.block_size, 8192))
         self.h = nn.ModuleList(Block(config, linear, f'h.{i}') for i in range(config.n_layer))
@@ -652,15 +642,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights):
-        """Copy name -> tensor into the parameters. Raises ValueError where names or shapes differ."""
+        """Copy name -> tensor into the parameters. Raises SettingError where names or shapes differ."""
         own = self.weights()
         odd = sorted(own.keys() ^ weights.keys())
         if odd:
-            raise ValueError(f'these weights are another model\'s: {len(odd)} names differ, {odd[0]} first')
+            raise SettingError(f'these weights are another model\'s: {len(odd)} names differ, {odd[0]} first')
         for name, p in own.items():
             tensor = weights[name]  # once: it may be read from a file only now
             if tensor.shape != p.shape:
-                raise ValueError(f'these weights are another model\'s: {name} is of another shape')
+                raise SettingError(f'these weights are another model\'s: {name} is of another shape')
             p.copy_(tensor)
 
 
@@ -702,7 +692,7 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
     cache = torch.empty(shape, dtype=gpt.dtype, device=idx.device)
     generators = [torch.Generator(idx.device).manual_seed(seed + row) for row in range(len(idx))]
     done = idx[:, 0] < 0        # none yet
-    ends = torch.tensor(stops, device=idx.device)
+    ends = torch.tensor(stops or [-1], device=idx.device)
     for _ in range(max_new_tokens):
         if past + tokens.shape[1] > most:
             past, tokens = 0, seen[:, -(most // 2):]
@@ -710,10 +700,9 @@ def generate(gpt, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed
             logits = gpt(tokens, cache=cache, past=past)[:, -1]                  # (B, vocab_size)
         past += tokens.shape[1]
         tokens = pick(logits, temperature, top_k, top_p, generators)             # (B, 1)
-        if stops:
-            tokens = tokens.masked_fill(done[:, None], stops[0])
-            done = torch.isin(tokens[:, 0], ends)
+        tokens = tokens.masked_fill(done[:, None], ends[0])
+        done = torch.isin(tokens[:, 0], ends)
         seen = torch.cat([seen, tokens], dim=1)[:, -most:]
         yield tokens[:, 0]
-        if stops and done.all():
+        if done.all():
             return

@@ -71,7 +71,7 @@ def settled(config):
     preset, nothing is fetched."""
     vocab_size, config = config['vocab_size'], pretrained.fine_tuning('train_fp8.py', config)
     config['vocab_size'], name, tokenizer = vocab_size, config['init_from'], config['tokenizer']
-    preset = name.lower().rpartition('/')[2].removesuffix('-instruct')
+    preset = name.lower().rpartition('/')[2].removesuffix('-instruct').removeprefix('meta-')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=vocab_size or PRESETS[preset].vocab_size)
         if not dataset(config, required=False)[0]:

@@ -39,7 +39,6 @@ check_exists(ckpt)
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.
 import contextlib
-import itertools
 import sys
 import time
 
@@ -51,36 +50,21 @@ from model import generate
 device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
 say(about)
-found = pretrained.generation_of(ckpt)
-for nothing, names in (     # the value without an effect, and what has it
-        (1, 'repetition_penalty typical_p guidance_scale num_beams'),
-        (0, 'min_p epsilon_cutoff eta_cutoff no_repeat_ngram_size min_length min_new_tokens'),
-        ([], 'suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias stop_strings top_h '
-             'forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty')):
-    for name in names.split():
-        if found.get(name) not in (None, nothing):
-            say(f'# {name}={found[name]} of generation_config.json is not built')
-if found.get('do_sample') is False:     # transformers then reads no temperature
-    found['temperature'] = 0
-found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
-         if name not in config.given and found.get(name) is not None}
-if found:
-    place = 'generation_config.json (flags count before it)'
-    globals().update(config.over(found, place=place).inherited)
-    say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
+suggested = [f'{name}={value}' for name, value in pretrained.generation_of(ckpt).items()
+             if not name.startswith(('_', 'transformers')) and not name.endswith('_id')]
+if suggested:
+    say(f'# not taken from generation_config.json: {" ".join(suggested)}')
 tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
 model = pretrained.model_of(state, device, tokenizer.vocab_size, param_dtype=torch.bfloat16)
-shown = str if raw else printable
+shown, longest = str if raw else printable, model.config.block_size
 
 
-def continued(ids, turn=0):
-    """Yield the tokens that continue the ids of a text, tensors (num_samples,). Each turn draws by another
-    seed."""
-    if len(ids) > model.config.block_size:
-        print(f'# the prompt has {len(ids)} tokens, and the model reads the last {model.config.block_size}')
+def continued(ids, count, turn=0):
+    """Yield up to `count` tokens that continue the ids of a text, tensors (num_samples,). Each turn of a chat
+    draws by another seed. Raises SettingError for a token that the model lacks."""
     if max(ids) >= model.config.vocab_size:
         word = tokenizer.decode([max(ids)], special=True)
         raise SettingError(f'the model has no weights for the token {word!r}: leave it out')
@@ -88,7 +72,7 @@ def continued(ids, turn=0):
     return generate(
         model,
         idx,
-        max_new_tokens,
+        count,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -106,30 +90,22 @@ def until_stop(tokens, found):
         yield token
 
 
-def answer(ids, turn):
-    """Print the answer to the ids of a chat, token by token, and return it. Ctrl-C ends it."""
-    text, stop = '', []
-    tokens = until_stop((token.item() for token in continued(ids, turn)), stop)
+def answer(messages):
+    """Print the answer to a chat's messages, token by token, and return it. Ctrl-C ends it. Raises
+    SettingError for a chat that is longer than the model reads."""
+    ids, text, stop = examples.prompt(messages).tolist(), '', []
+    if len(ids) >= longest:
+        raise SettingError(f'the chat has {len(ids)} tokens, and the model reads {longest}: begin a new one')
+    count = min(max_new_tokens, longest - len(ids))
+    tokens = continued(ids, count, turn=(len(messages) - 1) // 2)
     with contextlib.suppress(KeyboardInterrupt):
-        for part in tokenizer.stream(tokens):
+        for part in tokenizer.stream(until_stop((token.item() for token in tokens), stop)):
             print(shown(part), end='', flush=True)
             text += part
         if not stop:
-            print(f'\n# the answer is cut at --max_new_tokens={max_new_tokens}', end='')
+            print(f'\n# the answer is cut after {count} tokens', end='')
     print()
     return text
-
-
-def fitting(messages):
-    """Return the ids of a chat, with the header of an answer. The oldest questions and their answers, behind
-    the system message, are taken out of the list where they and an answer are more than the model reads."""
-    most, first = model.config.block_size, messages[0]['role'] == 'system'
-    room, before = most - min(max_new_tokens, most // 2), len(messages)
-    while len(ids := examples.prompt(messages)) > room and len(messages) > first + 1:
-        del messages[first:first + 2]
-    if left := (before - len(messages)) // 2:
-        print(f'# the model reads {most} tokens, so the oldest questions are left out from here on: {left}')
-    return ids.tolist()
 
 
 if chat and 'system' not in config.given:
@@ -148,19 +124,20 @@ if chat:        # the user's turns are the prompt, where there is one, and the l
         print('# a line is a turn; Ctrl-C ends an answer, and at the prompt the chat')
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         line = prompt or input(marker)
-        for turn in itertools.count():
-            while not line.strip() or tokenizer.special.search(line):
-                if special := tokenizer.special.search(line):
-                    say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
-                line = input(marker)
-            messages.append({'role': 'user', 'content': line})
-            messages.append({'role': 'assistant', 'content': answer(fitting(messages), turn)})
+        while True:
+            if special := tokenizer.special.search(line):
+                say(f'# {special[0]} is a token of the template, which no line may hold: type it without')
+            elif line.strip():
+                messages.append({'role': 'user', 'content': line})
+                messages.append({'role': 'assistant', 'content': answer(messages)})
             line = input(marker)
 else:
     opening = tokenizer.prefix if is_pretrained(ckpt) else tokenizer.opening
     # as in transformers, the text of a special token is that token here
     ids = [*opening, *tokenizer.encode(prompt, special=True).tolist()] or [tokenizer.eot]
-    columns = (tokens.tolist() for tokens in continued(ids))    # max_new_tokens of num_samples
+    if len(ids) > longest:
+        print(f'# the prompt has {len(ids)} tokens, and the model reads the last {longest}')
+    columns = (tokens.tolist() for tokens in continued(ids, max_new_tokens))   # each of num_samples
     rows = [(column[0] for column in columns)]
     if num_samples > 1:
         rows = [*zip(*columns)] or [()] * num_samples

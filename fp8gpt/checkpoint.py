@@ -317,7 +317,7 @@ def _flat(state):
 def weight_shapes(config):
     """Return {name: shape} of a GPT's weights."""
     with torch.device('meta'):
-        return {name: tuple(p.shape) for name, p in GPT(config).weights().items()}
+        return {name: tuple(p.shape) for name, p in GPT(config, seed=None).weights().items()}
 
 
 # ------------------------------------------------------------------------------------------------ a directory

@@ -88,8 +88,6 @@ MISTRAL = LLAMA._replace(  # written as Llama, which has the same tensors and ar
 FAMILIES = {'gpt2': GPT2, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA, 'mistral': MISTRAL}
 ROPE = dict(rope_factor='factor', rope_low='low_freq_factor', rope_high='high_freq_factor',
             rope_original='original_max_position_embeddings')
-BLOCK = 128             # rows and columns of a block of an FP8 weight
-FP8 = dict(quant_method=('fp8',), fmt=('e4m3',), weight_block_size=([BLOCK, BLOCK],))   # as Family.fixed
 
 # a GPT's module, by its name in the block -> transformers' module, where the name is another
 GPT2_NAMES = {
@@ -168,12 +166,11 @@ def read_config(theirs):
     rope = theirs.get('rope_scaling') or theirs.get('rope_parameters') or {}
     given = family.missing | {name: value for name, value in (theirs | rope).items() if value is not None}
     if quantised := theirs.get('quantization_config') or theirs.get('quantization'):    # MLX's
-        given |= {'quant_method': None} | quantised
-    for name, allowed in (family.fixed | FP8).items():
+        raise SettingError(f'quantised weights ({quantised!r:.60}) are not read: name the bf16 release')
+    for name, allowed in family.fixed.items():
         value = given.get(name, allowed[0])
         if value not in allowed:
-            raise SettingError(f'{name}={value} is not built: {allowed[0]} is'
-                               + ', or name the model before its quantisation' * (name in FP8))
+            raise SettingError(f'{name}={value} is not built: {allowed[0]} is')
     ours = {field: given[name] for field, name in family.fields.items()} | family.like
     if family is GPT2:
         return GPTConfig(**ours)

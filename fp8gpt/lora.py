@@ -45,19 +45,15 @@ class Spec:
 
     def parameters(self, config):
         """Return the number of the adapters' weights."""
-        chosen = self.chosen(config) if self.rank else ()
+        chosen = self.chosen(config)
         return config.n_layer * sum(self.rank * (k + n) for _, k, rows in slices(config)
                                     for name, n in rows.items() if name in chosen)
 
 
 def slices(config):
     """Return [(linear of a block, its in_features, {name of a slice of its output: rows})], in order."""
-    found = []
-    for name, k, n in config.linears()[:4]:     # the first block's
-        linear = name.removeprefix('h.0.')
-        parts = parts_of(config, linear, n)
-        found.append((linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts.items()}))
-    return found
+    return [(linear, k, {theirs.split('.')[-1]: rows for theirs, rows in parts_of(config, linear, n).items()})
+            for linear, (k, n, _) in config.block_linears().items()]
 
 
 # ------------------------------------------------------------------------------------------- beside a linear
@@ -78,11 +74,6 @@ class Adapters(nn.ModuleDict):
             'B': Linear(spec.rank, n, bias=False),
         }) for name, n in rows.items() if name in chosen})
         self.rows, self.scale = rows, spec.alpha / spec.rank
-
-    def slices(self, y):
-        """Return [(slice of y, its adapter or None)]; y: the linear's output, or its transposed weight."""
-        parts = y.split(list(self.rows.values()), dim=-1)
-        return [(part, self[name] if name in self else None) for name, part in zip(self.rows, parts)]
 
     def added(self, linear, inputs, y):
         """Return y plus the adapters' outputs; this is the linear's forward hook. All its adapters are one
@@ -119,42 +110,38 @@ def merge(model):
     place. The model has no further use: it would add its adapters once more."""
     for linear in model.modules():
         if hasattr(linear, 'lora'):
-            for part, adapter in linear.lora.slices(linear.weight.t()):
-                if adapter is not None:
-                    part += linear.lora.scale * (adapter['B'].weight @ adapter['A'].weight).t()
+            adapters = linear.lora
+            for name, part in zip(adapters.rows, linear.weight.split([*adapters.rows.values()])):
+                if name in adapters:
+                    part += adapters.scale * (adapters[name]['B'].weight @ adapters[name]['A'].weight)
     return {name: p for name, p in model.named_parameters() if '.lora.' not in name}
 
 
 def flops_per_token(config, spec, tokens):
     """Return GPTConfig.flops_per_token with 4 instead of 6 FLOPs for each frozen weight, and 6 for each
     weight of the adapters."""
-    no_gradients = config.flops_per_token(0) // 3 if spec.rank else 0
-    return config.flops_per_token(tokens) - no_gradients + 6 * spec.parameters(config)
+    return config.flops_per_token(tokens) - config.flops_per_token(0) // 3 + 6 * spec.parameters(config)
 
 
 # ------------------------------------------------------------------------------------- a run, its checkpoints
 
-def fingerprint(model):
-    """Return a checksum of a thousand values of each of a GPT's weights, cast to bf16."""
-    crc = 0
-    for p in model.weights().values():
-        values = whole(p.detach()).flatten()
-        some = values[::len(values) // 1000 + 1].bfloat16().cpu().contiguous()
-        crc = zlib.crc32(some.view(torch.int16).numpy(), crc)
-    return f'{crc:08x}'
+def checksum(model):
+    """Return a checksum of a GPT's token embedding, cast to bf16, which a run's param_dtype may be."""
+    values = whole(model.wte.weight.detach()).bfloat16().cpu()
+    return zlib.crc32(values.view(torch.int16).numpy())
 
 
 def start(model, run):
     """Add the adapters of a script's settings, or a resumed run's, to a GPT with its base's weights. Return
     the 'lora' entry of a checkpoint: Spec's fields, 'base' (init_from; of files, the absolute path), 'seed',
-    'fingerprint' of the base. Raises DataError where a resumed run had another base."""
+    'checksum' of the base's token embedding. Raises DataError where a resumed run had another base."""
     if run.resumed:
         return add_saved(model, run.resumed)
     spec, base = Spec.of(run.config), run.config['init_from']
     if run.source and os.path.exists(base):     # no preset, no model of the hub
         base = os.path.abspath(base)
     about = {**dataclasses.asdict(spec), 'base': base, 'seed': run.config['seed'],
-             'fingerprint': fingerprint(model)}
+             'checksum': checksum(model)}
     if run.of_examples and run.tokenizer.startswith('sha256:'):
         say_untrained(model, run)
     add(model, spec, about['seed'])
@@ -173,14 +160,11 @@ def say_untrained(model, run):
 
 def add_saved(model, state):
     """Add a checkpoint's adapters to a GPT with their base's weights. Return its 'lora' entry. Raises
-    DataError where the GPT has other weights."""
-    about, found = state['lora'], fingerprint(model)
-    if found != about['fingerprint']:
+    DataError where the GPT has another token embedding; older files hold no checksum of it."""
+    about = state['lora']
+    if about.get('checksum') not in (None, checksum(model)):
         raise DataError(f'the adapters were trained on other weights than init_from={about["base"]} with '
-                        f'seed={about["seed"]} has now: fingerprint {about["fingerprint"]}, not {found}')
+                        f'seed={about["seed"]} has now: put those back')
     add(model, Spec.of(about, prefix=''))
-    try:
-        model.load_weights(state['weights'])
-    except ValueError as error:
-        raise DataError(f'the adapters do not fit their base: {error}') from None
+    model.load_weights(state['weights'])
     return about

@@ -15,12 +15,11 @@ import os
 import re
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from configurator import HERE, Config, DataError, MissingError, SettingError, configure, say_once
 from fp8gpt import checkpoint, files
-from fp8gpt.hf_families import BLOCK, FAMILIES, is_gpt2, read_config, split, tensors_of
+from fp8gpt.hf_families import FAMILIES, is_gpt2, read_config, split, tensors_of
 from fp8gpt.tokenizer import (
     GENERATION, REVISIONS, fetch_files, get_tokenizer, identity_of_folder, is_pretrained)
 from model import GPT, PRESETS, GPTConfig
@@ -28,8 +27,7 @@ from model import GPT, PRESETS, GPTConfig
 SMALL_FILES = ['*.json', '*.jinja']
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'         # names the files where WEIGHTS is not there, as in transformers
-WEIGHT_DTYPES = 'F32', 'BF16', 'F16', 'F8_E4M3'
-SCALE_DTYPES = 'F32', 'BF16', 'F16', 'F8_E8M0', 'U8'    # of FP8 weights; U8: the exponents of F8_E8M0
+WEIGHT_DTYPES = 'F32', 'BF16', 'F16'
 NO_WEIGHT = re.compile(r'.*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)')  # tables in older files
 
 
@@ -118,15 +116,19 @@ def is_built_here(init_from):
     return bool(files.checkpoint_file(init_from))
 
 
-def base_of_adapters(about):
-    """Return what `base` returns for the base of adapters, by 'lora' of their checkpoint. Raises MissingError
-    where it is not there, and what `base` raises."""
-    name = about['base']
+def base_of_adapters(state):
+    """Return what `base` returns for the base of a checkpoint's adapters. Raises MissingError where it is not
+    there, DataError where it has another config than the checkpoint, and what `base` raises."""
+    name = state['lora']['base']
     if is_pretrained(name) and not os.path.isdir(name):
         say_once(f'# the base of the adapters is {name}, on the hub')
     elif name not in ('scratch', *PRESETS) and not os.path.exists(name):
         raise MissingError(f'the base of the adapters, {name}, is not there: put it back, or a link')
-    return base(name, adapters=True)
+    start = base(name, adapters=True)
+    if start and start['model_config'] != state['model_config']:
+        raise DataError(f'{name} has another architecture now than when the adapters were trained on it: put '
+                        'that model back')
+    return start
 
 
 def with_merged_adapters(state):
@@ -138,7 +140,7 @@ def with_merged_adapters(state):
         return state
     from fp8gpt import lora     # late: most checkpoints have no adapters
     REVISIONS.update(state.get('revisions', {}))
-    start = base_of_adapters(about)
+    start = base_of_adapters(state)
     model = GPT(GPTConfig(**state['model_config']), seed=about['seed'])
     if start:
         model.load_weights(start['weights'])
@@ -174,6 +176,7 @@ def source(name):
         raise DataError(f'{path} holds no JSON object: fetch or write it again')
     try:
         config = read_config(theirs)
+        shapes = checkpoint.weight_shapes(config)
     except SettingError as error:
         raise SettingError(f'{name}: {error}') from None
     except Exception as error:      # of any kind, as a stranger's file has it
@@ -181,21 +184,23 @@ def source(name):
     positions = FAMILIES[theirs['model_type']].fields['block_size']
     if theirs.get(positions) is None:
         say_once(f'# {name}: config.json has no {positions}: it is {config.block_size:,}, as in transformers')
-    weights = Weights(name, config)
-    fields = dataclasses.asdict(weights.config)
-    return {'model_config': fields, 'tokenizer': identity_of_folder(folder), 'config': {}, 'weights': weights}
+    return {
+        'model_config': dataclasses.asdict(config),
+        'tokenizer': identity_of_folder(folder),
+        'config': {},
+        'weights': Weights(name, config, shapes),
+    }
 
 
 class Weights:
     """Maps a GPT's names to its weights, in fp32. Each is read from memory-mapped safetensors files when it
     is used, so the peak memory of a GPT that loads them is the GPT and one tensor. config: the GPTConfig by
-    config.json; its tie_embeddings becomes what a folder's weights are."""
+    config.json. shapes: {name: shape} of the GPT's weights."""
 
-    def __init__(self, name, config):
-        self.name, self.config = name, config
+    def __init__(self, name, config, shapes):
+        self.name, self.config, self.shapes = name, config, shapes
         if os.path.isdir(name):
             self.tensors  # noqa: B018  opened before a model is built that they do not hold
-        self.shapes = checkpoint.weight_shapes(self.config)
 
     def keys(self):
         return self.shapes.keys()
@@ -204,21 +209,10 @@ class Weights:
         weight = torch.zeros(self.shapes[own])      # as the rows that pad the vocabulary stay
         for name, part in split(self.config, own, weight).items():
             tensor = self.tensors[name][:]
-            if tensor.dtype == torch.float8_e4m3fn:
-                tensor = dequantised(tensor, self.tensors[f'{name}_scale_inv'][:])
             if not tensor.isfinite().all():
-                self.note_unused_rows(own, name, tensor)
+                raise DataError(f'{self.name}: {name} holds NaN or infinity')
             part.copy_(tensor)
         return weight
-
-    def note_unused_rows(self, own, name, tensor):
-        """Print a line about the rows of an embedding that hold NaN or infinity: a text without these tokens
-        does not use them. Raises DataError for any other tensor, and for rows that are the head's, too."""
-        rows = (~tensor.isfinite()).any(-1).nonzero().flatten().tolist()
-        if own != 'wte.weight' or self.config.tie_embeddings or len(rows) == len(tensor):
-            raise DataError(f'{self.name}: {name} holds NaN or infinity')
-        say_once(f'# {self.name}: {name} holds NaN or infinity in {len(rows)} of {len(tensor)} rows, '
-                 f'{rows[0]} first: no text may have these tokens')
 
     @functools.cached_property
     def tensors(self):
@@ -242,66 +236,34 @@ class Weights:
                 name = stored if stored.startswith(('lm_head.', body)) else body + stored
                 if not NO_WEIGHT.fullmatch(name):
                     found[name] = opened_file.get_slice(stored)
-        self.tie(found)
         self.check(found)
         return found
 
     def listed(self, index):
-        """Return the files that an index names. Raises MissingError where there is none or it names none,
-        DataError for a file outside the folder."""
+        """Return the files that an index names. Raises MissingError where there is none or it names none."""
         weight_map = files.read_json(index).get('weight_map')
-        if not weight_map:
+        if not weight_map or not isinstance(weight_map, dict):
             raise MissingError(f'{self.name} has no {WEIGHTS}, and no {INDEX} that names other files: '
                                "transformers' from_pretrained and save_pretrained write it from others")
-        listed = [*weight_map.values()] if isinstance(weight_map, dict) else [None]
-        for file in listed:
-            if not isinstance(file, str) or os.path.isabs(file) or '..' in file.split('/'):
-                raise DataError(f'{index} names {file!r:.100}, which is no file of its folder: name one')
-        return sorted({*listed})
-
-    def tie(self, found):
-        """Decide by the weights, as transformers does, whether the head is the embedding where config.json
-        says so: a lone head is both, and two that differ are both kept. `found` is as `tensors` returns it,
-        and loses a second name of one tensor. Raises DataError where that is known too late."""
-        head, [embedding] = 'lm_head.weight', tensors_of(self.config)['wte.weight']
-        if not self.config.tie_embeddings or head not in found:
-            return
-        lone = found.pop(head)
-        if torch.equal(found.setdefault(embedding, lone)[:].float(), lone[:].float()):
-            return
-        if not os.path.isdir(self.name):    # the model is there before its weights are fetched
-            raise DataError(f'{self.name}: {head} is not {embedding}, though tie_word_embeddings says so: '
-                            'download its files and name their folder')
-        found[head] = lone
-        self.config = dataclasses.replace(self.config, tie_embeddings=False)
+        return sorted({*map(str, weight_map.values())})
 
     def check(self, found):
-        """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors."""
+        """Raise DataError unless `found`, as `tensors` returns it, holds the model's tensors. A head that is
+        stored although it is the embedding is taken out of it."""
+        parts = tensors_of(self.config)
+        wanted = {name: tuple(part.shape) for own in parts.values() for name, part in own.items()}
+        head, [embedding] = 'lm_head.weight', parts['wte.weight']
+        if head not in wanted and {head, embedding} <= found.keys():
+            second = found.pop(head)[:].float()
+            if not torch.equal(second, found[embedding][:].float()):
+                raise DataError(f'{self.name}: {head} is not {embedding}, though config.json says '
+                                'tie_word_embeddings: write false there')
         shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-        dtypes = {name: tensor.get_dtype() for name, tensor in found.items()}
-        wanted = {name: tuple(part.shape) for own in tensors_of(self.config).values()
-                  for name, part in own.items()}
-        scales = {f'{name}_scale_inv': tuple(math.ceil(size / BLOCK) for size in shape)
-                  for name, shape in wanted.items() if dtypes.get(name) == 'F8_E4M3'}
-        for names, read in (wanted, WEIGHT_DTYPES), (scales, SCALE_DTYPES):
-            for name in names:
-                if dtypes.get(name, read[0]) not in read:
-                    raise DataError(f'{self.name}: {name} is {dtypes[name]}: {", ".join(read)} are read')
-        wanted |= scales
-        odd = sorted(dict(wanted.items() ^ shapes.items()))
-        if odd:
+        if odd := sorted(dict(wanted.items() ^ shapes.items())):
             there, asked = (each.get(odd[0], 'missing') for each in (shapes, wanted))
             raise DataError(f'{self.name}: {len(odd)} tensors are not those of its config.json; the first, '
-                            f'{odd[0]}, is {there} in the files, {asked} by config.json')
-
-
-def dequantised(data, scale_inv):
-    """Return an FP8 weight (N, K) in fp32. Each block of BLOCK x BLOCK values has a scale in scale_inv; a
-    block at an edge may be smaller. Bytes in scale_inv are exponents of 2, UE8M0 (OCP MX, section 5.4.1)."""
-    from fp8gpt.fp8.linear import Float8Tensor      # late: most models are not in FP8
-    if scale_inv.dtype == torch.uint8:
-        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
-    rows, columns = data.shape
-    whole_blocks = F.pad(data, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    weight = Float8Tensor(whole_blocks, scale_inv.float(), (BLOCK, BLOCK)).dequantize()[:rows, :columns]
-    return weight.where(~data.isnan(), torch.nan)   # on a CPU dequantize takes its code for 480
+                            f'{odd[0]}, is {there} in the files, {asked} by config.json: load the model by '
+                            'transformers, and save_pretrained writes what is read here')
+        for name, tensor in found.items():
+            if (dtype := tensor.get_dtype()) not in WEIGHT_DTYPES:
+                raise DataError(f'{self.name}: {name} is {dtype}: {", ".join(WEIGHT_DTYPES)} are read')

@@ -69,7 +69,7 @@ class Run:
             check_adapters(config)
         notes = replace_requests(config, device)
         if resumed and resumed.get('lora'):
-            source = pretrained.base_of_adapters(resumed['lora'])
+            source = pretrained.base_of_adapters(resumed)
         else:
             source = resumed or pretrained.base(config['init_from'], bool(config['lora_rank']))
         before = resumed or source
@@ -145,8 +145,10 @@ class Run:
     @property
     def flops_per_token(self):
         """FLOPs of forward and backward, for sequences of block_size."""
-        spec = lora.Spec.of(self.config)
-        return lora.flops_per_token(self.model_config, spec, self.config['block_size'])
+        spec, tokens = lora.Spec.of(self.config), self.config['block_size']
+        if not spec.rank:
+            return self.model_config.flops_per_token(tokens)
+        return lora.flops_per_token(self.model_config, spec, tokens)
 
     @property
     def revisions(self):

@@ -163,7 +163,7 @@ def checkpoints_taken(folder, cases, seed=0):
     whole, path = checkpoint_of(GPT(small), 7), f'{folder}/changed.pt'
     torch.save(whole, f'{folder}/base.pt')
     adapted, spec = GPT(small), lora.Spec(2, 16.0, 'all')
-    about = {'base': f'{folder}/base.pt', 'seed': 0, 'fingerprint': lora.fingerprint(adapted)}
+    about = {'base': f'{folder}/base.pt', 'seed': 0, 'checksum': lora.checksum(adapted)}
     lora.add(adapted, spec)
     adapters = checkpoint_of(adapted, 7, lora={**dataclasses.asdict(spec), **about})
     tensors = [torch.zeros(3), torch.full((4, 4), float('nan')), torch.zeros((), dtype=torch.int64)]

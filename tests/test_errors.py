@@ -24,8 +24,6 @@ def test_choices_are_what_there_is():
               'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
     found = read_script(ROOT / 'train_fp8.py').settings
     assert {name: set(found[name].words) for name in tables} == {name: set(tables[name]) for name in tables}
-    bounds = {name: f'>= {low}, <= {high}' for name, (low, high) in model.LIMITS.items() if name in found}
-    assert {name: found[name].bounds.replace('_', '') for name in bounds} == bounds
 
 
 # command lines of the scripts that argparse reads: what the one line says

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from fp8gpt import data, pretrained
+from fp8gpt import data, pretrained, sft
 import hellaswag
 import hf
 from conftest import ROOT, hellaswag_items, refused, run
@@ -26,6 +26,7 @@ from tokenizers_made import BEGIN, CHATML, END, END_OF_TURN, make_tokenizer
 transformers = pytest.importorskip('transformers')
 
 LONGEST = 256
+TOLD = '# not taken from generation_config.json: temperature=0.6\n'
 GREEDY = ['--temperature=0', '--device=cpu']
 RUN = ['--block_size=32', '--batch_size=2', '--max_steps=2', '--warmup_steps=1', '--max_lr=1e-3',
        '--eval_tokens=256', '--log_freq=1', '--eval_freq=1000', '--dtype=bf16']
@@ -104,7 +105,7 @@ def test_a_model_and_a_tuned_checkpoint_write_to_the_models_length(folder, tuned
     for ckpt, about in ((path, 'step 2, trained in bf16'), (folder, 'a Hugging Face model')):
         found, text = continued(ckpt, ids, 100)
         said = here('sample.py', f'--ckpt={ckpt}', '--prompt=The sum', '--max_new_tokens=100', *GREEDY)
-        assert said == f'# {ckpt}: {about}\nThe sum{shown(text)}'
+        assert said == f'# {ckpt}: {about}\n{TOLD}The sum{shown(text)}'
     assert len(found) > 32
 
 
@@ -138,27 +139,20 @@ def test_a_prompt_holds_special_tokens_and_a_line_says_what_is_cut(folder, here,
     assert f'# the prompt has {len(found)} tokens, and the model reads the last 256\n' in said
 
 
-def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path):
+def test_a_generation_config_is_printed_and_not_taken(folder, here, tmp_path):
+    """But for its tokens, which end an answer: see test_tokenizer.py."""
     words = 'sample.py', f'--ckpt={folder}', '--prompt=The', '--max_new_tokens=9'
-    for typed, line in (([], '# --temperature=0.6, by generation_config.json'), (['--temperature=0.6'], '')):
-        _, *said = here(*words, *typed).splitlines()
-        assert said[:-1] == [line] * bool(line)
-    assert said[-1] == here(*words).splitlines()[-1] != here(*words, '--temperature=1').splitlines()[-1]
+    said = here(*words)
+    assert said.startswith(f'# {folder}: a Hugging Face model\n{TOLD}The')
+    assert here(*words, '--temperature=0.8', '--top_k=200', '--top_p=1') == said
+    assert here(*words, '--temperature=0.6') != said
     shutil.copytree(folder, tmp_path / 'odd')
-    change_config(tmp_path / 'odd', 'generation_config', repetition_penalty=1.1, min_p=0.1, num_beams=1,
-                  min_new_tokens=5, stop_strings=['.'], eta_cutoff=0.0)
-    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0', '--num_samples=2')
-    assert said.endswith('\n--- 1\n\n--- 2\n\n')
-    for name in 'repetition_penalty=1.1', 'min_p=0.1', 'min_new_tokens=5', "stop_strings=['.']":
-        assert f'# {name} of generation_config.json is not built' in said
-    assert 'num_beams' not in said and 'eta_cutoff' not in said
-    change_config(tmp_path / 'odd', 'generation_config', do_sample=False)
-    said = here('sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0')
-    assert '# --temperature=0, by generation_config.json\n' in said
-    change_config(tmp_path / 'odd', 'generation_config', top_p='much')
-    code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
-    assert code == 2 and line == ('generation_config.json (flags count before it): '
-                                  "top_p wants a number > 0, <= 1, not 'much'")
+    odd = tmp_path / 'odd', 'generation_config'
+    change_config(*odd, temperature='much\n#', stop_strings=['.'], do_sample=False)
+    words = 'sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0'
+    assert "json: temperature=much\\n# stop_strings=['.'] do_sample=False\n" in here(*words)
+    change_config(*odd, temperature=None, stop_strings=None, do_sample=None)
+    assert 'not taken' not in here(*words)
 
 
 def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
@@ -197,11 +191,11 @@ def chatted(here, monkeypatch):
     def said_to(path, turns, *flags):
         monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(turns)))
         words = f'--ckpt={path}', '--chat', '--max_new_tokens=6', *GREEDY, *flags
-        return here('sample.py', *words).partition('\n')[2]
+        return here('sample.py', *words).partition(TOLD)[2]
     return said_to
 
 
-CUT = '# the answer is cut at --max_new_tokens=6\n'
+CUT = '# the answer is cut after 6 tokens\n'
 
 
 def answered(folder, path, messages):
@@ -224,13 +218,15 @@ def test_a_chat_remembers_its_turns(folder, tuned, chatted):
     assert chatted(path, turns[1:], f'--prompt={turns[0]}') == wanted
 
 
-def test_a_chat_beyond_the_models_length_loses_its_oldest_questions(folder, chatted):
-    system, lines = {'role': 'system', 'content': 'Be brief.'}, ['2 ' * 30 + '?', '3 ' * 30 + '?', '4 ' * 100]
-    asked = [{'role': 'user', 'content': line.strip()} for line in lines]
-    _, text = answered(folder, folder, [system, asked[2]])
-    said = chatted(folder, [line.strip() for line in lines], '--system=Be brief.')
-    told = f'# the model reads {LONGEST} tokens, so the oldest questions are left out from here on: '
-    assert said.endswith(f'{told}2\n{shown(text)}{CUT}') and said.count(told) == 1
+def test_a_chat_that_the_model_cannot_read_whole_is_refused(folder, chatted, monkeypatch):
+    """Before, an answer ends where the model's length does."""
+    line, tokenizer = '2 ' * 100, get_tokenizer(str(folder))
+    ids = sft.Examples(tokenizer, CHATML, 0).prompt([{'role': 'user', 'content': line}])
+    said = chatted(folder, [line], '--max_new_tokens=200')
+    assert said.endswith(f'# the answer is cut after {LONGEST - len(ids)} tokens\n')
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{line}\nmore\n'))
+    code, said = refused('sample.py', f'--ckpt={folder}', '--chat', '--max_new_tokens=200', *GREEDY)
+    assert code == 2 and re.search(rf'the chat has \d+ tokens, and the model reads {LONGEST}: begin', said)
 
 
 def test_a_chat_with_what_learned_pairs_without_the_template_says_so(folder, chatted, tmp_path):

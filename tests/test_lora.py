@@ -63,7 +63,7 @@ def test_a_merged_bf16_run_is_a_checkpoint_that_loads(tmp_path):
     """Its weights are fp32, whatever its run's param_dtype was."""
     torch.save(checkpoint_of(GPT(GPT2), 3), tmp_path / 'base.pt')
     model = GPT(GPT2)
-    about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'fingerprint': lora.fingerprint(model),
+    about = {'base': str(tmp_path / 'base.pt'), 'seed': 1, 'checksum': lora.checksum(model),
              **dataclasses.asdict(ALL)}
     lora.add(model, ALL)
     state = checkpoint_of(model, 5, lora=about, config={'param_dtype': 'bf16', 'lora_rank': 8},
@@ -94,7 +94,7 @@ def test_flops_are_those_that_are_multiplied(config):
         with FlopCounterMode(display=False) as counter:
             model(*tokens()).backward()
         counts.append(counter.get_total_flops() / 128)
-        told.append(lora.flops_per_token(config, spec, 64))
+        told.append(lora.flops_per_token(config, spec, 64) if spec.rank else config.flops_per_token(64))
     beside = 0
     for _, _, rows in lora.slices(config):
         beside += config.n_layer * 4 * (len(rows) - 1) * sum(rows.values())     # of each token
@@ -267,12 +267,13 @@ def test_a_resumed_run_equals_an_unbroken_one(runs, tmp_path):
 
 
 def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
-    """Whichever of its weights has changed; and one that is gone."""
+    """By its token embedding or its architecture; and one that is gone. Older files lack the checksum."""
     adapters, other = f'{tmp_path}/adapters.pt', f'{tmp_path}/base.pt'
 
-    def save_adapters(base):
+    def save_adapters(base, **about):
         state = checkpoint.read(f'{runs}/bf16/step_000005.pt')
-        state['lora']['base'] = state['config']['init_from'] = base
+        state['lora'] |= {'base': base, **about}
+        state['config']['init_from'] = base
         torch.save(state, adapters)
     resume = 'train.py', f'--resume={adapters}', f'--checkpoint_dir={tmp_path}/run', '--dry_run'
     sample = 'sample.py', f'--ckpt={adapters}'
@@ -280,11 +281,16 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
     save_adapters(other)
     torch.save(of_base, other)
     assert 'resumed' in here(*resume)
-    for name, words in (('wte.weight', resume), ('h.1.attn.qkv.bias', sample)):
-        weights = {**of_base['weights'], name: of_base['weights'][name] + 0.1}
-        torch.save({**of_base, 'weights': weights}, other)
-        code, said = refused(*words)
-        assert code == 1 and 'the adapters were trained on other weights than init_from=' in said, name
+    for part, name, value, message in (
+            ('weights', 'wte.weight', torch.zeros(320, 64), 'the adapters were trained on other weights'),
+            ('model_config', 'norm_eps', 1e-6, f'{other} has another architecture now')):
+        torch.save({**of_base, part: {**of_base[part], name: value}}, other)
+        for words in resume, sample:
+            code, said = refused(*words)
+            assert code == 1 and message in said, said
+    save_adapters(other, checksum=None, fingerprint='12345678')     # as earlier versions wrote it
+    torch.save(of_base, other)
+    assert 'resumed' in here(*resume)
     for name in ('./gone.pt', 'gone', 'gone/model.pt', f'{tmp_path}/gone'):
         save_adapters(name)
         for words in sample, resume:
@@ -373,7 +379,7 @@ def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):
     shutil.copy(runs / 'bf16' / 'latest.pt', first)
     state = checkpoint.read(str(first))
     whole = pretrained.with_merged_adapters(state)
-    state['lora'] |= {'base': str(first), 'fingerprint': lora.fingerprint(pretrained.model_of(whole))}
+    state['lora'] |= {'base': str(first), 'checksum': lora.checksum(pretrained.model_of(whole))}
     torch.save(state, second)
     new = 'train.py', *tiny, f'--init_from={first}', '--lora_rank=2', f'--checkpoint_dir={tmp_path}/run'
     for words in new, ('sample.py', f'--ckpt={second}'):
@@ -391,15 +397,3 @@ def test_ranks_train_the_same_adapters(base, tiny, tmp_path):
     run('train_fp8.py', *words, f'--checkpoint_dir={tmp_path}/one')
     one, two = (losses(tmp_path / name) for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-3)
-
-
-def test_weights_that_differ_anywhere_have_another_fingerprint():
-    model = GPT(GPTConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2, n_embd=64))
-    first = lora.fingerprint(model)
-    for p in model.parameters():
-        for part in p.data.view(-1).chunk(4):
-            before = part.clone()
-            part += 1
-            assert lora.fingerprint(model) != first
-            part.copy_(before)
-    assert lora.fingerprint(model) == first == lora.fingerprint(model.bfloat16())    # a run's param_dtype
