@@ -64,6 +64,7 @@ import sys
 import tempfile
 import threading
 import time
+import unicodedata
 from glob import escape, glob
 from os.path import basename, dirname, exists, getsize, join, splitext
 
@@ -75,7 +76,8 @@ from fp8gpt.shards import DATASETS
 from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
-CHECKED = 1000  # of so many documents one is tokenized by gigatoken and by tiktoken
+CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
+CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
 LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
@@ -98,13 +100,16 @@ def stated(what):
 def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
     brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
-    paths = {}      # in order
+    paths, asked = {}, 0    # in order
     for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
         path = with_home(pattern.strip())
         found = [path] if exists(path) else sorted(glob(path, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
         paths.update(dict.fromkeys(found))
+        asked += len(found)
+    if asked > len(paths):
+        say('a file that is named twice is read once: a mixture weights its files by copies')
     for path in paths:
         if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
@@ -145,7 +150,9 @@ def rows_of_parquet(path, columns):
     for batch in file.iter_batches(16, columns=names, use_threads=False):
         for row in zip(*batch.columns):
             try:
-                yield {name: value.as_py() for name, value in zip(names, row)}
+                row = {name: value.as_py() for name, value in zip(names, row)}
+                yield {name: value.decode() if isinstance(value, bytes) else value
+                       for name, value in row.items()}
             except UnicodeDecodeError as error:
                 yield DataError(error)
 
@@ -311,6 +318,13 @@ def fetch(path, known):
 
 # ------------------------------------------------------------------------------- texts -> ids
 
+def resident():
+    """Return the bytes of this process that are in memory; 0 where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    return 0
+
+
 class Texts:
     """Make documents of texts, with GPT-2's ids by gigatoken where it is installed. Its vocabulary is made
     from tiktoken's; each process compares its first 20 documents, and every CHECKED-th, with tiktoken's."""
@@ -322,16 +336,26 @@ class Texts:
         if tokenizer.name != 'gpt2':
             return
         try:
-            import gigatoken
+            import gigatoken  # noqa: F401
         except ImportError:
             print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
             return
+        self.make_fast()
+        print('tokenized by gigatoken, checked against tiktoken', flush=True)
+
+    def make_fast(self):
+        """Make gigatoken's tokenizer, which keeps every word that it has seen (0.10.0)."""
+        import gigatoken
         with tempfile.NamedTemporaryFile() as file:
-            words = tokenizer.encoding.decode_tokens_bytes(range(tokenizer.eot))
+            words = self.tokenizer.encoding.decode_tokens_bytes(range(self.tokenizer.eot))
             file.writelines(b'%b %d\n' % (base64.b64encode(word), i) for i, word in enumerate(words))
             file.flush()
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
-        print('tokenized by gigatoken, checked against tiktoken', flush=True)
+        self.most = resident() + CACHE
+
+    def text_of(self, row):
+        """Return the text of a row, which its ids are to decode to."""
+        return row[self.columns[0]]
 
     def of_row(self, row):
         """Return a text's ids (n,) between the tokenizer's opening and closing; the bytes whose hash decides
@@ -351,8 +375,10 @@ class Texts:
         if not self.fast or len(text) > LONGEST:
             ids = self.tokenizer.encode(text)
         else:
+            is_checked = self.documents <= CHECKED_FIRST or self.documents % CHECKED == 0
             ids = self.fast.encode(raw).astype(np.uint16)
-            is_checked = self.documents <= 20 or self.documents % CHECKED == 0
+            if is_checked and resident() > self.most:
+                self.make_fast()
             if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
                 raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
                                    'half-prepared folder, and run the same command again')
@@ -383,6 +409,10 @@ def encode_chunk(chunk):
             if lacks := [column for column in _encoder.columns if column not in row]:
                 raise DataError(f'no {lacks[0]!r}, but {", ".join(row):.300}')
             ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
+            if _encoder.tokenizer.folder and len(ids) and (
+                    position[1] <= CHECKED_FIRST or position[1] % CHECKED == 0):
+                decoded = _encoder.tokenizer.decode(ids.reshape(len(ids), -1)[:, 0].tolist())
+                counts['lost'] = lost_characters(_encoder.text_of(row), decoded)
         except DataError as error:
             ids, raw, system = (), b'', ''
             counts = {'refused': f'{position[0]}, row {position[1]}: {error}'}
@@ -498,7 +528,7 @@ def describe(config, name, known, tokenizer):
         'system': '',  # the most frequent system message
         # began: the time that a template may write; rows: those that are done
         'progress': {'position': None, 'began': time.time(), 'rows': 0, 'noted': {}, 'refused': 0,
-                     'reasons': []},
+                     'reasons': [], 'lost': 0, 'compared': 0},
     }
     names = known.get('columns', [settings['text_column']])
     if paths or not known or 'text_column' in config.given:
@@ -548,6 +578,22 @@ def check_refused(meta, refused, rows, reasons):
                         f'twenty, so mend or remove them: {"; ".join(reasons[:3])}')
 
 
+def check_lost(meta):
+    """Raise DataError where more than a tenth of the compared text is lost by the tokenizer."""
+    lost, compared = meta['progress']['lost'], meta['progress']['compared']
+    if lost * 10 > compared:
+        raise DataError(f'{meta["source"]}: the tokenizer cannot write {lost / compared:.0%} of the '
+                        'characters that were compared: name a --tokenizer for this text')
+
+
+def lost_characters(text, decoded):
+    """Return (how many characters of a text are not in what its ids decode to, how many there are), but for
+    blanks, and forms that a tokenizer may normalize."""
+    before, after = (collections.Counter(''.join(unicodedata.normalize('NFKD', each).casefold().split()))
+                     for each in (text, decoded))
+    return (before - after).total(), before.total()
+
+
 def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents. Raises DataError where too many rows cannot be used, MachineError where fewer than two
@@ -568,10 +614,16 @@ def survey(meta, documents, paths):
         kind = 'questions' if meta['template'] else 'texts'
         raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(keys)} different {kind}; two '
                            'are the least, since one is for validation')
-    used = [(counts['bytes'], system) for _, ids, _, counts, system in first if len(ids)]
-    sizes, systems = zip(*used)
+    used = [(key, counts['bytes'], system) for _, ids, key, counts, system in first if len(ids)]
+    _, sizes, systems = zip(*used)
     meta['system'] = collections.Counter(systems).most_common(1)[0][0]
-    meta['progress'] |= {'threshold': min(max(share, min(keys) + 1), max(keys)), 'held_from': None}
+    lowest = None
+    if min(keys) >= share:      # one is held out, which has no more text than the mean
+        of_key = collections.Counter()
+        for key, n_bytes, _ in used:
+            of_key[key] += n_bytes
+        lowest = min(key for key in of_key if of_key[key] * len(of_key) <= of_key.total())
+    meta['progress'] |= {'threshold': min(share, max(keys)), 'lowest': lowest, 'held_from': None}
     if is_one_text(paths) and not settings['max_tokens']:
         meta['progress']['held_from'] = last_part(paths[0], settings, sizes if is_whole else ())
     return itertools.chain(first, documents)
@@ -598,9 +650,13 @@ def make(config, folder, paths, meta, tokenizer):
             os.remove(join(folder, old))
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
-    write_documents(folder, meta, documents, writers)
+    last = write_documents(folder, meta, documents, writers)
+    if unread := paths[last[2] + 1:]:
+        names = ', '.join(map(basename, unread[:3])) + ', ...' * (len(unread) > 3)
+        say(f'max_tokens is reached: {len(paths) - len(unread)} of {len(paths)} files were read, not {names}')
     if tokenizer.folder:
         tokenizer.save(folder)
+    check_lost(meta)
     progress = meta.pop('progress')
     save_shards(folder, meta, writers)
     shards.verify(folder, meta)
@@ -613,6 +669,12 @@ def print_counts(meta, progress):
     for split, counts in meta['splits'].items():
         line = ', '.join(f'{n:,} {names.get(unit, unit)}' for unit, n in counts.items())
         print(f'{split:5} {line}')
+    train, val = (meta['splits'][split]['tokens'] for split in ('train', 'val'))
+    if val > 2 * max(meta['settings']['val_fraction'], 0.1) * (train + val):
+        print(f'{val / (train + val):.0%} of all tokens are for validation, by a few long documents')
+    if progress['lost']:
+        share = progress['lost'] / progress['compared']
+        print(f'the tokenizer does not write {share:.1%} of the characters that were compared')
     for note, (rows, first) in progress['noted'].items():
         print(f'{rows:,} rows {note} (the first: {first})')
     if progress['refused']:
@@ -638,11 +700,16 @@ def encode_rows(config, paths, meta, tokenizer):
 
 
 def write_documents(folder, meta, documents, writers):
-    """Add each document to its split's writer, and save where that ends a shard. Raises DataError where too
-    many rows cannot be used."""
-    progress = meta['progress']
+    """Add each document to its split's writer, and save where that ends a shard. Return the last position.
+    Raises DataError where too many rows cannot be used, or the tokenizer loses too much of their text."""
+    progress, position = meta['progress'], meta['progress']['position']
     for position, ids, key, counts, _ in documents:
         progress['rows'] += 1
+        lost, compared = counts.pop('lost', (0, 0))
+        progress['lost'] += lost
+        progress['compared'] += compared
+        if progress['lost'] * 10 > progress['compared'] and progress['rows'] >= CHECKED_FIRST:
+            check_lost(meta)
         for note in counts.pop('notes', ()):
             rows, first = progress['noted'].get(note, (0, f'{position[0]}, row {position[1]}'))
             progress['noted'][note] = rows + 1, first
@@ -651,7 +718,7 @@ def write_documents(folder, meta, documents, writers):
             progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
         if not len(ids):
             continue
-        is_held, held_from = key < progress['threshold'], progress['held_from']
+        is_held, held_from = key < progress['threshold'] or key == progress['lowest'], progress['held_from']
         if held_from is not None:
             is_held = sum(counts.get('bytes', 0) for counts in meta['splits'].values()) >= held_from
         split = 'val' if is_held else 'train'
@@ -660,6 +727,7 @@ def write_documents(folder, meta, documents, writers):
             progress['position'] = position
             save_shards(folder, meta, writers)
     check_refused(meta, progress['refused'], progress['rows'], progress['reasons'])
+    return position
 
 
 def save_shards(folder, meta, writers):
@@ -731,6 +799,11 @@ def find_half(config, folder, settings):
     there = files.read_json(path)
     before = there.get('settings')
     before = before if isinstance(before, dict) else {}
+    position = there.get('progress', {}).get('position')
+    if position and len(position) == 3 and isinstance(before.get('files'), list):   # local files, half done
+        read = slice(position[2] + 1)
+        if before['files'][read] == settings['files'][read]:     # those behind may be fetched again
+            before['files'] = settings['files']
     changes = ', '.join('of other files' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
                         for key, value in settings.items() if before.get(key) != value)
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):

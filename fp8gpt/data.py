@@ -13,12 +13,13 @@ import bisect
 import collections
 import concurrent.futures
 import functools
+import os
 import time
 
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError
-from fp8gpt.shards import START, TARGET, is_mask, read_meta, read_split
+from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_meta, read_split
 
 
 class TokenData:
@@ -32,9 +33,11 @@ class TokenData:
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
         files = read_split(folder, split, meta)
-        self.shards, self.masks = [], []
+        self.shards, self.masks, self.ends = [], [], {}     # ends: index of a shard -> [(path, bytes)]
         for file, shard in files.items():
             part = self.masks if is_mask(file) else self.shards
+            end = os.path.join(folder, file), shard.offset + shard.nbytes
+            self.ends.setdefault(len(part), []).append(end)
             part.append(np.asarray(shard))
         if not self.shards:
             raise MissingError(f'{folder} has no {split} shards: it wants some called train_*.bin or '
@@ -89,6 +92,9 @@ class TokenData:
             start -= self.starts[shard]
             last = end + length
             while end < last:  # once, but for a window that runs on into the next shard
+                for path, size in self.ends[shard]:
+                    if os.stat(path).st_size < size:    # reading past its end would end the process by SIGBUS
+                        raise DataError(f'{path} was cut short while it was read; {AGAIN}')
                 part = shards[shard][start:start + last - end]
                 window[end:end + len(part)] = part
                 end += len(part)

@@ -182,6 +182,10 @@ class Examples:
                 self.header = prompt[same:].removesuffix(question[same:])
                 self.opening = (self.special.search(self.header) or [self.header])[0]
 
+    def text_of(self, row):
+        """Return the words of a row's messages, which are in what its ids decode to."""
+        return ''.join(message['content'] for message in conversation(row, self.columns))
+
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
         return self.document(conversation(row, self.columns))

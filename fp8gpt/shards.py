@@ -87,13 +87,14 @@ def is_of_hub(name):
 
 
 def hash_of_files(paths):
-    """Return a hash of the files' names and sizes, and of their content if they are small."""
-    few, contents = sum(map(getsize, paths)) < HASHED, []
+    """Return a hash of each file's name and size, and of its content if they are small."""
+    few, hashes = sum(map(getsize, paths)) < HASHED, []
     for path in paths:
         with open(path, 'rb') as file:
             digest = hashlib.sha256(file.read()).hexdigest() if few else ''
-        contents.append((basename(path), getsize(path), digest))
-    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+        about = basename(path), getsize(path), digest
+        hashes.append(hashlib.sha256(repr(about).encode()).hexdigest()[:16])
+    return hashes
 
 
 def dataset_dir(config):
@@ -149,9 +150,9 @@ def is_mask(file):
 
 
 def split_of_file(file):
-    """Return the split of a shard by the words of its name, which `_` separates: train, else val, else ''."""
-    words = file.removesuffix('.bin').split('_')
-    return next((split for split in ('train', 'val') if split in words), '')
+    """Return the split of a shard by the last word of its name before a number: train, val, or ''."""
+    match = re.fullmatch(r'(?:.*_)?(train|val)(_\d+)?(_mask)?\.bin', file)
+    return match[1] if match else ''
 
 
 # ------------------------------------------------------------------------------- writing
@@ -187,6 +188,8 @@ class ShardWriter:
         """Append a document's ids (n,), or its ids and mask (n, 2). Return whether that ended a shard."""
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
             body.append(np.ascontiguousarray(column, dtype))
+            if len(body) > 1000:    # an array of its own takes a hundred bytes, and a document may be short
+                body[:] = [np.concatenate(body)]
         self.tokens += len(document)
         if self.tokens < self.shard_tokens:
             return False

@@ -75,7 +75,8 @@ def test_a_shard_of_others_is_read_without_meta_json(tmp_path):
 def test_a_split_is_a_word_of_a_shards_name(tmp_path):
     names = {'train': ['edu_train_01.bin', 'retrieval_train_01.bin', 'train_000002.bin', 'val_train.bin'],
              'val': ['my_val_000001.bin', 'tiny_val.bin', 'val_000000.bin']}
-    for name in [*names['train'], *names['val'], 'interval_0.bin', 'xtrain_1.bin', 'mine.bin']:
+    for name in [*names['train'], *names['val'], 'interval_0.bin', 'xtrain_1.bin', 'mine.bin',
+                 'fineweb_val_bytes_000000.bin']:
         (tmp_path / name).write_bytes(llm_c(range(9)))
     for split, files in names.items():
         assert [*read_split(str(tmp_path), split, {})] == files
@@ -84,6 +85,16 @@ def test_a_split_is_a_word_of_a_shards_name(tmp_path):
     first, second, third, last = names['train']
     assert train.taken == f' ({first}, {second}, {third} ... {last})'
     assert val.taken == f' ({", ".join(names["val"])})'
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_one_line(tmp_path):
+    """A read past the end of a mapped file would end the process by SIGBUS."""
+    write(tmp_path, 'train', [range(50_000)])
+    data = TokenData(str(tmp_path), 'train', 100)
+    assert data.batch([400])[0].tolist() == [[*range(40_000, 40_101)]]
+    os.truncate(tmp_path / 'train_000000.bin', 20_000)
+    with pytest.raises(DataError, match='train_000000.bin was cut short while it was read'):
+        data.batch([400])
 
 
 def test_windows_cross_shards_and_lose_no_token(tmp_path):

@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import sys
 import sysconfig
@@ -32,6 +33,7 @@ from hub import Hub, serve
 from preparing import (
     BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, meta, parquet, prepare,
     prepare_here, refused_here, stopped, texts, written)
+from tokenizers_made import make_tokenizer
 
 
 def of(files, folder, *more):
@@ -82,16 +84,25 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
 
 
 def test_a_hash_below_the_share_is_held_out_and_one_document_at_least(tmp_path):
-    """The share is of hashes, by hashlib; where none is below it, the lowest is held out."""
+    """The share is of hashes, by hashlib; where none is below it, the lowest of those with no more text than
+    the mean is held out, and not one that has most of the text."""
+    # the lowest hash of all
+    long = min((f'{i} ' + 'word ' * 20_000 for i in range(200)),
+               key=lambda each: hashlib.blake2b(each.encode(), digest_size=8).digest())
     for count, typed, share in ((900, [], 0.005), (30, [], 0.005), (30, ['--val_fraction=0.2'], 0.2),
                                 (2, ['--val_fraction=0.999'], 0.999)):
         documents = texts(count, words=20)
+        if count == 30:
+            documents.append(long)
         key = {each: int.from_bytes(hashlib.blake2b(each.encode(), digest_size=8).digest(), 'big')
                for each in documents}
         prepare_here(*of(jsonl(tmp_path / 'a.jsonl', documents), tmp_path, *typed, '--overwrite'))
         train, val = check(tmp_path / 'mine-byte', documents)
         below = [each for each in documents if key[each] < share * 2**64]
-        assert val == ([min(documents, key=key.get)] if len(below) in (0, count) else below)
+        if not below:
+            mean = sum(len(each.encode()) for each in documents) / len(documents)
+            below = [min((each for each in documents if len(each.encode()) <= mean), key=key.get)]
+        assert val == (below if len(below) < len(documents) else [min(documents, key=key.get)])
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
     (tmp_path / 'there').mkdir()
     for name in 'new', 'there':
@@ -145,6 +156,71 @@ def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
         flags = [f'--max_tokens={max_tokens}', '--val_fraction=0.1', '--num_workers=2', '--overwrite']
         prepare_here(*of(files, tmp_path, *flags))
         check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
+
+
+def test_files_that_max_tokens_leaves_out_or_that_are_named_twice_are_said(tmp_path):
+    for name in 'abcde':
+        jsonl(tmp_path / f'{name}.jsonl', texts(30, seed=ord(name)))
+    asked = ','.join(f'{tmp_path}/{name}.jsonl' for name in 'aabcde')
+    size = sum(len(text.encode()) for text in texts(30, seed=ord('a')))
+    said = prepare_here(*of(asked, tmp_path, f'--max_tokens={size + 500}'))
+    assert 'a file that is named twice is read once' in said
+    assert '2 of 5 files were read, not c.jsonl, d.jsonl, e.jsonl' in said
+    assert 'named twice' not in (said := prepare_here(*of(tmp_path / '*.jsonl', tmp_path, '--overwrite')))
+    assert 'files were read' not in said
+
+
+@pytest.mark.parametrize('lost, said', [(0.0, ''), (0.05, 'not write 5.0% of the characters'), (0.2, None)])
+def test_text_that_a_tokenizer_cannot_write_is_said_or_refused(tmp_path, monkeypatch, lost, said):
+    """Of a BPE without bytes and without an unknown token; past a tenth it is an error."""
+    folder = make_tokenizer(tmp_path / 'made')
+    tokenizer = get_tokenizer(folder)
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(type(tokenizer), 'decode', lambda self, ids, special=False: decode(
+        self, ids, special).replace('#', ''))
+    n = round(100 * lost)
+    files = jsonl(tmp_path / 'a.jsonl', [f'{i:03d}' + '#' * n + 'x' * (97 - n) for i in range(60)])
+    words = 'mine', f'--data_files={files}', f'--tokenizer={folder}', f'--data_dir={tmp_path}'
+    if said is None:
+        assert 'the tokenizer cannot write 20% of the characters' in refused_here(*words)[1]
+    else:
+        assert ('does not write' in (found := prepare_here(*words))) == bool(said) and said in found
+    assert prepare_data.lost_characters('Größe ½ A b', 'GRO\u0308ẞe 1\u20442 a') == (1, 12)
+
+
+def test_binary_columns_of_parquet_are_text(tmp_path):
+    raw = pa.array([text.encode() for text in texts(5)] + [b'\xff'], pa.binary())
+    pq.write_table(pa.table({'text': raw}), tmp_path / 'a.parquet')
+    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)
+    assert [row['text'] for row in found] == texts(5) and isinstance(bad, DataError)
+
+
+def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_path):
+    """As an error about a damaged file asks for; an edit of one that was read is refused."""
+    for name in 'abc':
+        parquet(tmp_path / f'{name}.parquet', texts(100, seed=ord(name)))
+    whole = (tmp_path / 'c.parquet').read_bytes()
+    (tmp_path / 'c.parquet').write_bytes(whole[:len(whole) // 2])
+    words = of(tmp_path / '*.parquet', tmp_path / 'd', '--shard_tokens=20_000', '--num_workers=1')
+    assert 'c.parquet, after 0 rows' in refused_here(*words)[1]
+    (tmp_path / 'c.parquet').write_bytes(whole)
+    assert 'going on from its last finished shard' in prepare_here(*words)
+    shutil.copytree(tmp_path / 'd', tmp_path / 'mended')
+    prepare_here(*words, '--overwrite')
+    assert everything(tmp_path / 'd/mine-byte') == everything(tmp_path / 'mended/mine-byte')
+    parquet(tmp_path / 'a.parquet', texts(100, seed=5))
+    assert 'of other files' in refused_here(*words)[1]
+
+
+def test_gigatoken_starts_anew_where_its_cache_has_grown(small_gpt2, monkeypatch):
+    pytest.importorskip('gigatoken')
+    encoder = prepare_data.Texts(get_tokenizer('gpt2'), 'text')
+    first = encoder.fast
+    encoder.of_row({'text': 'a b'})
+    assert encoder.fast is first
+    monkeypatch.setattr(prepare_data, 'resident', lambda: encoder.most + 1)
+    ids, *_ = encoder.of_row({'text': 'a b'})
+    assert encoder.fast is not first and ids[1:].tolist() == small_gpt2.encode_ordinary('a b')
 
 
 @pytest.mark.slow
