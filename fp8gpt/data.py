@@ -60,7 +60,7 @@ class TokenData:
         if self.n_windows < 1:
             if self.masks:
                 raise SettingError(f'{folder}: no {split} example has a target within its first '
-                                   f'block_size={block_size} tokens')
+                                   f'block_size={block_size} tokens: a larger --max_seq_length reads more')
             raise SettingError(f'{folder} has {self.tokens:,} {split} tokens: fewer than one window of '
                                f'block_size={block_size}: prepare more text, or lower --block_size')
 

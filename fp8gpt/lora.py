@@ -149,11 +149,17 @@ def start(model, run):
 
 
 def say_untrained(model, run):
-    """Say that the token that ends an answer has an embedding of zeros, as those of Llama 3's base model have
-    that its chats end by: adapters do not train it."""
+    """Say that the token that ends an answer has an embedding that was never trained, which adapters do not
+    train: of nearly zeros, as Llama 3's base model has it, or, by resize_token_embeddings, the mean of all
+    others, as each token has that was added with it."""
     tokenizer = get_tokenizer(run.tokenizer, run.folder)
     end = tokenizer.eot if run.config['is_plain'] else tokenizer.turn_end
-    if whole(model.wte.weight.detach())[end].abs().max() < 1e-16:       # Llama 3's are not quite 0
+    rows = whole(model.wte.weight.detach())[:model.config.vocab_size]
+    norms = rows.norm(dim=1, dtype=torch.float32)
+    products = torch.cat([part.float() @ rows[end].float() for part in rows.split(8192)])
+    is_alike = products > 0.9999 * norms * norms[end]
+    is_alike[end] = False
+    if norms[end] < norms.median() / 4 or is_alike.any():
         say_once(f'WARNING: {tokenizer.library.id_to_token(end)} ends an answer, but the model never learned '
                  'it, and adapters do not train it: start from an instruct model, or without --lora_rank')
 

@@ -199,11 +199,16 @@ class Examples:
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
         if not any(map(is_target, messages)):
             return None
+        before = messages
+        if self.template:   # a header's line end and theirs may be one token, by which no prompt ends
+            messages = [{**each, 'content': each['content'].lstrip('\n')} if is_target(each) else each
+                        for each in messages]
         ids, mask, n_bytes, notes = self._chat(messages) if self.template else self._plain(messages)
         mask[0] = START     # no target: in a window, another example stands before it
         asked = [each for each in messages if each['role'] != 'assistant']
         is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
         questions = json.dumps(asked if is_asked else messages, default=str)
+        notes += ['have answers that begin by a line end, which is left out'] * (messages != before)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
@@ -237,6 +242,8 @@ class Examples:
             ids, mask = np.append(ids, self.tokenizer.eot), np.append(mask, TARGET)
         notes = {
             ENDLESS: np.isin(ids[mask == TARGET], self.tokenizer.stops).sum() < n_marked,
+            'have answers that do not begin as the last one, with a thought or without, and are not learned':
+                len(learned) < len(written),
             UNWRITTEN: any(
                 words not in whole for message in messages
                 for words in (whole_characters(message['content'].strip()), thought_of(message))),
@@ -330,7 +337,8 @@ class Examples:
 
     def _answers(self, messages, texts, written):
         """Return `learned`, see the class. texts: whole, clean, what the template marks as generated. An
-        answer whose thoughts the template removes is learned only where it removes those of all."""
+        answer whose thoughts the template removes is learned only where it removes those of all, and one with
+        a thought, or without, only where the last one has one, too."""
         whole, clean, generated = texts
         full, bare, before = [], [], 0
         last_words = '' if is_target(messages[-1]) else messages[-1]['content'].strip()
@@ -348,9 +356,13 @@ class Examples:
             if content and whole.endswith(content, before, end):      # with its thoughts
                 start = end - len(content)
             start = self._beginning(clean, before, start)
-            (bare if lacks_thought(message, whole[start:end]) else full).append((start, end, last))
+            answer = start, end, last
+            (bare if lacks_thought(message, whole[start:end]) else full).append(answer)
             before = end
-        return full or bare
+        # some templates write an empty thought before the last answer alone
+        learned = full or bare
+        begins = [THOUGHT in whole[start:end] for start, end, _ in learned]
+        return [answer for answer, begin in zip(learned, begins) if begin == begins[-1]]
 
     def _beginning(self, clean, before, start):
         """Return where an answer begins in `clean`, whose words begin at `start`: behind the header, which is

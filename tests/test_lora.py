@@ -337,6 +337,11 @@ def test_an_end_that_was_never_trained_is_said(tmp_path, capsys):
         lora.start(model, a_run)
         out = capsys.readouterr().out
         assert said in out and bool(out) == bool(said)
+        with torch.no_grad():       # as resize_token_embeddings makes the rows of two added tokens
+            model = GPT(dataclasses.replace(GPT2, vocab_size=600))
+            model.wte.weight[[zeros, 599]] = model.wte.weight[:zeros].mean(0) + model.wte.weight[7]
+        lora.start(model, a_run)
+        assert said in (out := capsys.readouterr().out) and bool(out) == bool(said)
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path, monkeypatch):

@@ -144,8 +144,8 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
             assert ids == theirs.apply_chat_template(chat, return_dict=False, sanitize_control_tokens=True)
         said = [each['content'] for each in chat if each['role'] == 'assistant' and each.get('weight') != 0]
         said = ANSWERS.get((layout, name), [*filter(None, said)])
-        if layout == 'qwen3' and name not in ('thoughts', 'open'):
-            said = [*said[:-1], '<think>\n\n</think>\n\n' + said[-1]]
+        if layout == 'qwen3' and name not in ('thoughts', 'open'):     # the others have no empty thought
+            said = ['<think>\n\n</think>\n\n' + said[-1]]
         stop = '<|end|>' if layout == 'mistral' else '<|end_of_turn|>'
         found = [text.strip(' \n') for text in targets(ours, ids, mask)]
         assert found == [text.lstrip(' ') + stop for text in said]
@@ -171,7 +171,7 @@ def test_a_header_is_no_target_though_its_token_takes_the_blanks_behind_it(tmp_p
         added.append({**added[0], 'id': i, 'content': text, 'rstrip': True})
     (tmp_path / 'tokenizer.json').write_text(json.dumps(made))
     tokenizer, theirs = get_tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    for chat in sft.pair('a', '\n b'), sft.pair('a', 'b'), [*sft.pair('a', ' b \n'), *sft.pair('c', '\td')]:
+    for chat in sft.pair('a', ' \n b'), sft.pair('a', 'b'), [*sft.pair('a', ' b \n'), *sft.pair('c', '\td')]:
         ids, mask = example(tokenizer, template, chat)
         assert ids == theirs.apply_chat_template(chat, return_dict=False)
         assert targets(tokenizer, ids, mask) == [
@@ -240,7 +240,7 @@ def test_what_a_template_leaves_out_is_said(chat_folder):
         (LAYOUTS['qwen3'], CHATS['thoughts'], True),
     ):
         made = sft.Examples(get_tokenizer(chat_folder), template, BEGAN)
-        assert made.document(messages)[2]['notes'] == [sft.UNWRITTEN] * said
+        assert made.document(messages)[2]['notes'][-1:] == [sft.UNWRITTEN] * said
     bare = mute.replace("+ '<|end_of_turn|>\\n'", "+ '\\n'")
     made = sft.Examples(get_tokenizer(chat_folder), bare, BEGAN)
     assert made.document(CHAT)[2]['notes'] == [sft.ENDLESS, sft.UNWRITTEN]
@@ -255,6 +255,21 @@ def test_the_text_of_special_tokens_without_a_template_is_said(chat_folder):
         assert prepare_data.Texts(tokenizer, 'text').of_row({'text': text})[2]['notes'] == said
         for row in {'prompt': text, 'completion': 'b'}, {'prompt': 'b', 'completion': text}:
             assert plain.of_row(row)[2]['notes'] == said
+
+
+def test_answers_begin_as_a_prompt_ends_and_all_alike(chat_folder):
+    """A header and an answer's line ends may be one token; Qwen3's last answer alone has an empty thought."""
+    tokenizer = get_tokenizer(chat_folder)
+    made = sft.Examples(tokenizer, CHATML, BEGAN)
+    (bare, _, _, _), (rows, _, counts, _) = (
+        made.document(sft.pair('a', answer)) for answer in ('b', '\n\nb'))
+    assert rows.tolist() == bare.tolist()
+    assert counts['notes'] == ['have answers that begin by a line end, which is left out']
+    assert rows[:, 0].tolist()[:len(made.prompt(sft.pair('a', 'b')[:1]))] == made.prompt(
+        sft.pair('a', 'b')[:1]).tolist()
+    note = 'have answers that do not begin as the last one, with a thought or without, and are not learned'
+    for chat, found in (CHAT, [note]), (CHAT[:3], []), (CHAT[:4], []):
+        assert sft.Examples(tokenizer, LAYOUTS['qwen3'], BEGAN).document(chat)[2]['notes'] == found
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
