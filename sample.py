@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat    # each line is a turn; Ctrl-
 """
 import os
 
-from configurator import MissingError, SettingError, configure, printable, say, with_home
+from configurator import MissingError, SettingError, configure, printable, say
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
@@ -31,7 +31,7 @@ if system and not chat:
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
-    path = with_home(prompt.removeprefix('FILE:'))
+    path = os.path.expanduser(prompt.removeprefix('FILE:'))
     if not os.path.isfile(path):
         raise MissingError(f'there is no prompt file {path}')
     prompt = ''.join(text_of(path))
@@ -66,14 +66,18 @@ found = {name: found[name] for name in ('temperature', 'top_k', 'top_p')
          if name not in config.given and found.get(name) is not None}
 if found:
     place = 'generation_config.json (flags count before it)'
-    globals().update(config.over(found, place=place).inherited)
+    globals().update(config.over(found, place=place).saved)
     say('# ' + ' '.join(f'--{name}={value}' for name, value in found.items()) + ', by generation_config.json')
 tokenizer = pretrained.tokenizer_of(ckpt, state)
 if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
 model = pretrained.model_of(state, device, tokenizer.vocab_size, param_dtype=torch.bfloat16)
-shown = str if raw else printable
+
+
+def shown(text):
+    """Return a text as it is printed: its control characters escaped, unless raw."""
+    return text if raw else printable(text, keep=r'[\t\n]')
 
 
 def continued(ids, turn=0):

@@ -158,7 +158,7 @@ def test_generation_config_counts_where_nothing_is_typed(folder, here, tmp_path)
     change_config(tmp_path / 'odd', 'generation_config', top_p='much')
     code, line = refused('sample.py', f'--ckpt={tmp_path}/odd', '--prompt=The')
     assert code == 2 and line == ('generation_config.json (flags count before it): '
-                                  "top_p wants a number > 0, <= 1, not 'much'")
+                                  "top_p wants float: > 0, <= 1, not 'much'")
 
 
 def test_what_is_refused_in_one_line(folder, tuned, tmp_path):

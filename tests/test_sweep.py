@@ -53,7 +53,7 @@ def test_wandbs_agents_run_at_once_in_a_folder_each(monkeypatch):
 # words -> what the one line says
 NO_GRID = {
     '--max_lrr=1,2': 'the nearest is max_lr',
-    '--max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
+    '--max_lr=1e-3,fast': "max_lr wants float: > 0, not 'fast'",
     '--resume=latest': 'leave out --resume: the sweep sets resume',
     '--out_dir=x': 'leave out --out_dir: the sweep sets checkpoint_dir',
     '--max_lr=1,2 --learning_rate=3': 'the sweep sets max_lr, or another flag does',
