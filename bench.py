@@ -10,6 +10,7 @@ worse (FAIL), and with 4 where it is neither that nor as good (PASS).
 """
 import os
 import sys
+from os.path import expanduser
 
 from configurator import (
     HERE, MachineError, Parser, SettingError, UserError, at_least, configure, first_line, one_line_errors,
@@ -40,12 +41,15 @@ def bench_arguments(words):
         raise SettingError('gemm: single multiplications are not timed here: `python bench.py pair` with the '
                            'same flags times whole training steps')
     parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest='command', required=True)
     for name, (what, flags) in COMMANDS.items():
-        command = parser.add_command(name, what)
-        command.add_argument('--results', default='runs/bench', help='folder of JSONs, none is overwritten')
+        command = commands.add_parser(name, help=what, doc=what)
+        command.add_argument('--results', type=expanduser, default='runs/bench',
+                             help='folder of JSONs, none is overwritten')
         for flag, (default, meaning) in flags.items():
-            kind, text = at_least(1) if isinstance(default, int) else str, f'{meaning} (default: {default!r})'
-            command.add_argument(f'--{flag}', type=kind, default=default, help=text)
+            kind = at_least(1) if isinstance(default, int) else expanduser
+            command.add_argument(f'--{flag}', type=kind, default=default,
+                                 help=f'{meaning} (default: {default!r})')
     asked, asked.words = parser.parse_known_args(words)
     configure('train_fp8.py', asked.words, nearby=vars(asked))
     return asked

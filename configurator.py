@@ -10,7 +10,7 @@ is its default. The comment after it begins with the allowed values, up to the f
     dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
     every = 'none'      # none | full | >= 1                                choices, or a whole number
     resume = ''         # latest | best | a path                            any text: `a path` is no word
-    recipe = 'auto'     # auto | RECIPES of fp8gpt/fp8/linear.py            also the keys of that dict
+    recipe = 'auto'     # auto | Recipe of fp8gpt/fp8/linear.py             also the keys of each Recipe there
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
 --flag, --no_flag. Two lists may stand above the call: `config_groups` (names that a later layer replaces
@@ -20,40 +20,19 @@ A mistake of the user is a UserError. It ends the process with one line on stder
 setting, 1 for data or the machine, 3 for memory. Any other exception keeps its traceback. TRACEBACK=1 shows
 all tracebacks.
 """
-import sys
-
-
-def _quiet(kind, error, trace, hook=sys.excepthook):
-    """End at Ctrl-C without a traceback, while the imports below take their time."""
-    if kind is KeyboardInterrupt:
-        sys.exit(130)
-    hook(kind, error, trace)
-
-
-sys.excepthook = _quiet
 import argparse
-import ast
-import contextlib
-import dataclasses
-import decimal
 import difflib
-import glob
-import io
-import math
 import os
 import pathlib
 import re
 import runpy
-import textwrap
-import threading
+import sys
 import time
-import types
-import typing
+from collections import namedtuple
 
-if sys.version_info < (3, 10):
-    sys.exit(f'error: Python 3.10 or newer is wanted; this is {sys.version.split()[0]}')
-if sys.platform == 'win32':     # it has no fork and not all of the signals
-    sys.exit('error: Linux is wanted, and Windows has it as WSL: `wsl --install`, then the same in its shell')
+if sys.version_info < (3, 10) or sys.platform == 'win32':   # Windows has no fork and not all of the signals
+    sys.exit(f'error: Python 3.10 or newer on Linux is wanted, not {sys.version.split()[0]} on '
+             f'{sys.platform}; Windows has Linux as WSL: `wsl --install`, then the same in its shell')
 
 # Names from other systems -> our names.
 ALIASES = {
@@ -88,12 +67,23 @@ TRANSLATED = {
     'use_te': {'on': 'auto:te', 'off': None},
     'fp8_scenario': {'default': 'auto', 'mxfp8': 'auto:mxfp8'},
     'use_flash_attn': {'on': None},     # scaled_dot_product_attention uses it where it can
+    'config': {},       # any file
 }
 TEXTS = 'prompt', 'system'      # what they begin with names no folder
 STARTED = time.monotonic()      # about when the process began: scripts import this file first
-HERE = os.path.dirname(os.path.realpath(__file__))
-WORDS = dict.fromkeys(('true', 'on', 'yes', '1'), 'on') | dict.fromkeys(('false', 'off', 'no', '0'), 'off')
-BOUNDS = re.compile(r'[<>]=? -?\d[\d_.e]*(, [<>]=? -?\d[\d_.e]*)*')
+HERE = str(pathlib.Path(__file__).resolve().parent)
+ON_OFF = dict.fromkeys('true on yes 1'.split(), 'on') | dict.fromkeys('false off no 0'.split(), 'off')
+SCALARS = str, int, float, os.PathLike
+KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a name or a path'}
+# Names that were settings -> what to do instead.
+GONE = {
+    'encoding': 'text is read as UTF-8, and `iconv -f latin-1 -t utf-8` writes it so',
+    'profile': 'docs/fp8.md has six lines with torch.profiler',
+    'eval_iters': '--eval_tokens says how many tokens an evaluation reads',
+}
+HELP = """
+Type a setting as --name=value, --name value, --flag or --no_flag, or put it into a config file, .py or
+.yaml. Names from other systems, as learning_rate and max_iters, are taken: ALIASES in configurator.py."""
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -103,7 +93,7 @@ class UserError(Exception):
     exit_code = 1
 
 
-class SettingError(UserError, ValueError):
+class SettingError(UserError, ValueError, argparse.ArgumentTypeError):
     """A setting that is unknown, of the wrong type, out of range, or contradicts another."""
     exit_code = 2
 
@@ -121,22 +111,11 @@ class MachineError(UserError, RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, for scripts with commands and for scripts that pass words on to configure. It raises
-    SettingError."""
+    """argparse's parser with a script's docstring as its help. It raises SettingError."""
 
     def __init__(self, doc, **options):
         super().__init__(description=doc, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.commands = None
-
-    def add_command(self, name, what):
-        """Add a command, the first word after the script's name, and return its Parser."""
-        self.commands = self.commands or self.add_subparsers(dest='command', required=True)
-        return self.commands.add_parser(name, help=what, doc=what)
-
-    def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([*map(with_home, words)], namespace)
 
     def error(self, message):
         raise SettingError(f'{message}; --help lists what there is')
@@ -144,93 +123,73 @@ class Parser(argparse.ArgumentParser):
 
 def at_least(low, kind=int):
     """Return a type for Parser.add_argument: finite numbers of a kind that are not below `low`."""
-    return Setting(kind(low), bounds=f'>= {low}').read
+    return Setting(kind(low), bounds=[f'>= {low}']).read
 
 
 def one_line_errors():
-    """Make the process end with one line and no traceback on an error that is not a programmer's. What its
-    terminal cannot show is escaped, and what cannot be read from it is replaced; a closed one is empty."""
-    sys.excepthook, threading.excepthook = _end_in_one_line, _one_line_of_thread
-    for name, mode, errors in (('stdin', 'r', 'replace'), ('stdout', 'w', 'backslashreplace'),
-                               ('stderr', 'w', 'backslashreplace')):
-        if getattr(sys, name) is None:      # started with <&- or >&-
-            stream = open(os.devnull, mode, errors=errors)
-            setattr(sys, name, stream)
-            setattr(sys, f'__{name}__', stream)
-        elif isinstance(getattr(sys, name), io.TextIOWrapper):
-            getattr(sys, name).reconfigure(errors=errors)
+    """Make the process end with one line and no traceback on an error that is not a programmer's, and escape
+    what its terminal cannot show. Raises MachineError where stdin, stdout or stderr is closed, since the next
+    file that is opened would take its place."""
+    sys.excepthook = _end_in_one_line
+    for stream in sys.stdin, sys.stdout, sys.stderr:
+        if stream is None:
+            raise MachineError('stdin, stdout or stderr is closed: redirect it to /dev/null')
+        if hasattr(stream, 'reconfigure'):      # a notebook's has none
+            stream.reconfigure(errors='backslashreplace')
 
 
 def _end_in_one_line(kind, error, trace):
-    # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
-    if issubclass(kind, KeyboardInterrupt):
-        print('\ninterrupted', file=sys.__stderr__)
-        sys.exit(130)
     if issubclass(kind, BrokenPipeError):
         os._exit(1)     # `| head` has read enough
     line, code = error_line(error)
-    if os.environ.get('TRACEBACK', '0') != '0' or line is None:
+    if line is None or os.environ.get('TRACEBACK'):
         return sys.__excepthook__(kind, error, trace)
-    bar = '\r\033[K' if sys.__stderr__.isatty() else ''  # erases a progress bar in the line
-    print(f'{bar}error: {printable(line, breaks="")}', file=sys.__stderr__)
-    if os.environ.get('WORLD_SIZE', '1') != '1':
+    # not sys.stderr: torch.distributed's hook replaces it, and drops what is printed where this one exits
+    print('error:', printable(line), file=sys.__stderr__)
+    if 'WORLD_SIZE' in os.environ:      # one of several ranks
         sys.stdout.flush()
         os._exit(code)      # finalisation would wait for messages that the other ranks do not send
     sys.exit(code)
 
 
-def _one_line_of_thread(args):
-    """Print a line on an error that ends a thread, such as TensorBoard's on a full disk."""
-    line, _ = error_line(args.exc_value)
-    if line is None:
-        return threading.__excepthook__(args)
-    print(f'WARNING: a thread has ended: {printable(line, breaks="")}', file=sys.__stderr__)
-
-
 def error_line(error):
     """Return (the line with which an error ends the process, the exit code). The line is None for a
     programmer's error, which keeps its traceback."""
+    text = str(error)
     if hasattr(error, 'exit_code'):     # a UserError, or an exception of fp8gpt.fp8
-        return str(error), error.exit_code
-    text = first_line(error)
-    if re.search("can't start new thread|Too many open files|Resource temporarily unavailable", text):
-        return f'{text}: raise the limits that `ulimit -u` and `ulimit -n` print, or lower --num_workers', 1
+        return text, error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 'interrupted', 130
     if isinstance(error, OSError) and error.errno:  # raised by the system, not by a library
-        path = f'{error.filename}: ' if error.filename else ''
-        return path + error.strerror, 1
-    if isinstance(error, RuntimeError) and re.search('gloo|NCCL', str(error)):
-        return 'the connection to another rank is lost: what that rank printed says why', 1
+        return text, 1
     if isinstance(error, ModuleNotFoundError):
-        return (f'this Python has no {error.name}: `. .venv/bin/activate` first, or `make install`, or '
-                '`pip install -r requirements.txt`'), 1
-    if re.search(r"InvalidCxxCompiler|C\+\+ compile error|find C compiler|Command '\['\S*cc'", text):
-        return (f'torch.compile finds no compiler that works ({text}): install gcc, g++ and the headers of '
-                'Python, as python3-dev, or give --compile_model=off'), 1
-    # CUDA's own allocations, of a context, a library's handle or a kernel, fail by other errors than torch's
-    full = re.search('DefaultCPUAllocator|CUDA.*(out of memory|_ALLOC_FAILED)', str(error))
-    of_torch = full or type(error).__name__ == 'OutOfMemoryError'
-    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and of_torch:
-        return (f'out of memory ({text}): in training, halve --batch_size, which changes no '
+        return f'{text}: `. .venv/bin/activate`, `make install` or `pip install -r requirements.txt`', 1
+    if isinstance(error, RuntimeError) and ('gloo' in text or 'NCCL' in text):
+        return 'the connection to another rank is lost: what that rank printed says why', 1
+    # torch's own error, and those of CUDA's allocations of a context, a library's handle or a kernel
+    if re.search('MemoryError|out of memory|CUDA.*_ALLOC_FAILED|DefaultCPUAllocator', repr(error)):
+        return (f'out of memory ({first_line(error)}): in training, halve --batch_size, which changes no '
                 'loss where --total_batch_size is set; then --grad_checkpointing=full, --loss_chunks=8; '
                 'in sample.py, lower --num_samples'), 3
     return None, 1
 
 
-def printable(text, breaks='\n'):
-    """Return a text as it may be printed: a terminal takes some control characters for commands, and cannot
-    take surrogates, which stand for bytes that are not UTF-8. breaks: '' where the text is to be one line."""
-    unprintable = r'[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]'
+def first_line(error):
+    """Return the first line of an exception's text, at most 300 characters of it."""
+    return str(error).partition('\n')[0][:300] or type(error).__name__
 
-    def escaped(match):
-        return match[0] if match[0] in breaks else match[0].encode('unicode_escape').decode()
-    return re.sub(unprintable, escaped, text)
+
+def printable(text, keep=r'\t|\n {10}'):
+    """Return a text as one line that may be printed: a terminal takes some control characters for commands,
+    and cannot take surrogates, which stand for bytes that are not UTF-8. keep: a regular expression of what
+    is not escaped; the default keeps the deeply indented rows of the lines that a run prints."""
+    return re.sub(rf'(?!{keep})[\x00-\x1f\x7f-\x9f\ud800-\udfff]', lambda it: ascii(it[0])[1:-1], f'{text}')
 
 
 def say(*lines):
-    """Print lines at once, as printable shows them. A line may have rows, of which each after the first
-    begins with a space: what a stranger's name puts on a line of its own is escaped."""
+    """Print lines at once, as printable shows them."""
     for line in lines:
-        print('\n '.join(printable(row, breaks='') for row in str(line).split('\n ')), flush=True)
+        print(printable(line), flush=True)
 
 
 def say_in_run(*lines):
@@ -247,255 +206,125 @@ def say_once(*lines):
         say(*lines)
 
 
-def first_line(error):
-    """Return the first line of an exception's text, at most 300 characters of it."""
-    text = str(error).partition(' Of the allocated memory')[0]      # torch's goes on about its allocator
-    return (text.splitlines() or [''])[0][:300] or type(error).__name__
-
-
 # --------------------------------------------------------------------------------------- a script's settings
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One setting: its default and what the comment after it allows."""
-    default: bool | int | float | str
-    words: tuple = ()       # choices; () = any text
-    bounds: str = ''        # numbers allowed, as '>= 0, < 1'; '' = all
+class Setting(namedtuple('Setting', 'default words bounds', defaults=[{}, []])):
+    """One setting: its default; words, {choice: value that it stands for}, where {} is any text; bounds of
+    numbers, as ['>= 0', '< 1']."""
 
     @classmethod
     def of(cls, default, comment):
-        """Return the Setting of a default and its comment."""
-        parts = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0].split('|')
-        words, bounds, is_list = [], '', len(parts) > 1
-        for part in map(str.strip, parts):
-            table = re.fullmatch(r'(\w+) of ([\w/]+\.py)', part)
-            if table:       # its keys, read without running the file
-                tree = ast.parse(pathlib.Path(HERE, table[2]).read_text('utf-8'))
-                words += [key.value for node in tree.body if ast.unparse(node).startswith(f'{table[1]} = {{')
-                          for key in node.value.keys]
-            elif BOUNDS.fullmatch(part):
-                bounds = part
-            else:
-                words.append(part)
-                is_list = is_list and re.fullmatch(r'[\w:-]+', part)
-        return cls(default, tuple(words) if is_list else (), bounds)
+        """Return the Setting of a default and the comment after it."""
+        if isinstance(default, bool):
+            return cls(default, {'on': True, 'off': False})
+        allowed = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0]
+        allowed, _, path = allowed.partition('Recipe of ')
+        if path:        # the names of its Recipes, read without running the file
+            source = pathlib.Path(HERE, path).read_text('utf-8')
+            allowed += ' | '.join(re.findall(r"'(\w+)': Recipe\(", source))
+        bounds = re.findall(r'[<>]=? [\d_.e]+', allowed)
+        is_list = re.fullmatch(r'[\w:-]+( \| ([\w:-]+|>= \d+))+', allowed)
+        words = {word: word for word in allowed.split(' | ') if is_list and word not in bounds}
+        return cls(default, words, bounds)
 
-    @property
-    def wanted(self):
-        """Return a clause about the allowed values, to be read after the setting's name."""
-        if isinstance(self.default, str) and not self.words:
-            return 'wants a name or a path'
-        if isinstance(self.default, str):
-            return f'is one of {", ".join([*self.words, self.bounds]).removesuffix(", ")}'
-        kinds = {bool: 'true or false', int: 'a whole number', float: 'a number'}
-        return f'wants {kinds[type(self.default)]} {self.bounds}'.rstrip()
-
-    def read(self, value):
-        """Return a value, or its text, as the default's type. Raises argparse.ArgumentTypeError for one of
-        another type, or one that is not allowed."""
+    def read(self, value, where=''):
+        """Return a value, or its text, as the default's type: as an int, '1000', '1_000' and '1e3' are 1000.
+        Raises SettingError, whose line begins with `where`, for another type or what is not allowed."""
+        text, default = str(value), self.default
+        word = ON_OFF.get(text.lower(), text)
+        if word in self.words:
+            return self.words[word]
+        is_text = isinstance(default, str) and isinstance(value, SCALARS) and not self.words
+        if is_text and (text or not default):
+            return text
+        kind = float if isinstance(default, float) else int
         try:
-            text, kind, found = str(value), type(self.default), None
-        except ValueError:      # Python writes no integer of over 4,300 digits
-            raise argparse.ArgumentTypeError(f'{self.wanted}, not one of thousands of digits') from None
-        on_off = WORDS.get(text.lower())
-        if kind is bool:
-            found = {'on': True, 'off': False}.get(on_off)
-        elif kind is not str:
-            found = self.number(text)
-        elif on_off in self.words:
-            found = on_off
-        elif not isinstance(value, (str, int, float, os.PathLike)):
-            pass        # a list of a .py config
-        elif text in self.words or not self.words and (text or not self.default):
-            found = text
-        elif self.bounds and text.isdecimal() and self.number(text) is not None:
-            found = text
-        if found is None:
-            raise argparse.ArgumentTypeError(f'{self.wanted}, not {value!r:.100}')
-        return found
-
-    def number(self, text):
-        """Return a text as a finite number within the bounds: a float where the default is one, else an int,
-        as 1000 for '1000', '1_000' and '1e3'. Return None for other texts."""
-        with contextlib.suppress(ValueError):
-            number = float(text)
-            if not isinstance(self.default, float):
-                if not number.is_integer():
-                    return None
-                number = int(decimal.Decimal(text))     # a float would lose digits of a long one
-            bounds = filter(None, self.bounds.split(','))
-            most = math.inf if isinstance(number, float) else 2**63
-            if abs(number) < most and all(eval(f'{number} {bound}') for bound in bounds):
-                return number
+            number = kind(text) if text.replace('_', '').isdecimal() else float(text)
+            fits = abs(number) < 1e308 and all(eval(f'{number} {bound}') for bound in self.bounds)
+            if fits and number == kind(number) and (self.bounds or not self.words):
+                return type(default)(kind(number))
+        except ValueError:      # of int and float
+            pass
+        wanted = f'{KINDS[type(default)]} {", ".join(self.bounds)}'.rstrip()
+        if self.words:
+            wanted = f'one of {", ".join([*self.words, *self.bounds])}'
+        raise SettingError(f'{where}wants {wanted}, not {value!r:.100}')
 
 
-def with_home(word):
-    """Return a path, or a flag with one, with the home directory in place of a leading ~: shells replace it
-    in a word of its own alone."""
-    return re.sub('(--[^=]*=|^)~(?=/|$)', lambda match: match[1] + os.path.expanduser('~'), word, count=1)
-
-
-def _typed(setting, value, where, name):
-    """Return a value as a Setting reads it. Raises SettingError, which says where the value stands."""
-    if isinstance(value, str) and name not in TEXTS:
-        value = with_home(value)
-    try:
-        return setting.read(value)
-    except argparse.ArgumentTypeError as error:
-        raise SettingError(f'{where}: {name} {error}') from None
-
-
-class Script(typing.NamedTuple):
-    """The settings and lists that a script declares above its call of configure."""
-    settings: dict      # name -> Setting
-    groups: list        # config_groups
-    twins: list         # config_twins
-    help: list          # lines: the script's docstring, its settings as they stand in the source
+# What a script declares above its call of configure: {name: Setting}, config_groups and config_twins; help is
+# the source text up to there.
+Script = namedtuple('Script', 'settings groups twins help')
 
 
 def read_script(path):
-    """Return the Script at a path, from this folder on. Only its assignments run."""
-    text = pathlib.Path(HERE, path).read_text('utf-8')
-    tree, lines, names, settings, page = ast.parse(text), text.splitlines(), {}, {}, {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign):
-            continue
-        if 'configure(' in ast.unparse(node.value):
-            break
-        try:
-            exec(compile(ast.Module([node], []), path, 'exec'), {'__builtins__': {}}, names)
-        except NameError:
-            continue  # `linear = Linear`, `os.environ[...] = ...`: not a scalar, so not a setting
-        name = node.targets[0].id
-        if isinstance(names[name], (int, float, str)):
-            heading, line = lines[node.lineno - 2], lines[node.end_lineno - 1]
-            comment = line.encode()[node.end_col_offset:].decode().lstrip(' #')
+    """Return the Script at a path, from this folder on. Nothing of it runs but the values of its settings."""
+    head = pathlib.Path(HERE, path).read_text('utf-8').partition('\nconfig = configure(')[0]
+    settings, names = {}, {'config_groups': [], 'config_twins': []}
+    assigned = r"""^(\w+) = (['"\d-].*?|\[.*\]|True|False)(?: +# (.*))?$"""
+    for name, value, comment in re.findall(assigned, head, re.M):
+        names[name] = eval(value, names)
+        if isinstance(names[name], SCALARS):
             settings[name] = Setting.of(names[name], comment)
-            if heading.startswith('# '):
-                page.setdefault(heading, heading)
-            page[name] = line
-    page = [ast.get_docstring(tree) or '', '', *page.values()]
-    return Script(settings, names.get('config_groups', []), names.get('config_twins', []), page)
+    return Script(settings, names['config_groups'], names['config_twins'], head.replace('"""', ''))
 
 
-def with_other_names(settings):
-    """Return {name: Setting} of settings and of their names in other systems."""
-    aliases = {theirs: settings[ours] for theirs, ours in ALIASES.items() if ours in settings}
-    translated = {theirs: Setting('', tuple(values)) for theirs, values in TRANSLATED.items()}
-    return settings | aliases | translated
-
-
-HELP = """
-Type a setting as --name=value, --name value, --flag or --no_flag, or put it into a config file, .py or .yaml.
-Names from other systems:"""
-
-
-def print_help(script):
-    """Print what --help does of a Script, and end the process."""
-    also = [f'--{theirs} sets --{ours}' for theirs, ours in ALIASES.items() if ours in script.settings]
-    also = textwrap.fill('; '.join(also), 110, break_on_hyphens=False)
-    print(*script.help, HELP, also or 'none', sep='\n')
-    sys.exit(0)
+def with_other_names(script):
+    """Return {name: Setting} of the settings of a Script and its twins, also under their names in other
+    systems."""
+    known = dict(script.settings)
+    for twin in script.twins:
+        known = read_script(twin).settings | known
+    aliases = {theirs: known[ours] for theirs, ours in ALIASES.items() if ours in known}
+    return known | aliases | {theirs: Setting('', words) for theirs, words in TRANSLATED.items()}
 
 
 # ----------------------------------------------------------------------------------------------- config files
 
 def config_values(path, known):
-    """Return {name: value} of a config file. A .py config's modules and functions are none, but under a name
-    in `known`. Raises MissingError, or SettingError where it is not flat."""
-    path = with_home(path)
-    if path.startswith('configs/') and not os.path.exists(path):    # the folder's name elsewhere
-        path = path.replace('configs', 'config', 1)
+    """Return {name: value} of a config file, None for YAML's null. A .py config's modules,
+    functions and classes are left out, but for those with a name in `known`. Raises MissingError, or
+    SettingError for a file that does not run or is not flat."""
+    path = os.path.expanduser(path)
+    path = path.replace('configs/', 'config/', not os.path.exists(path))    # the folder's name elsewhere
     if not os.path.isfile(path):
-        there = ', '.join(sorted(glob.glob('config/*')))
-        raise MissingError(f'no config file {path}' + (
-            f'; those here: {there}' if there else f', nor any other here: `cd {HERE}` first'))
-    if path.endswith('.py'):
-        try:
-            values = runpy.run_path(path)
-        except SystemExit:
-            raise SettingError(f'{path} is no config file: it calls exit') from None
-        except Exception as error:  # the file's own
-            raise SettingError(f'{path} is no config file: {first_line(error)}') from None
-        tools = types.ModuleType, typing.Callable
-        values = {name: value for name, value in values.items()
-                  if name in known or not name.startswith('_') and not isinstance(value, tools)}
-    else:
-        values = read_yaml(path) or {}
-        if not isinstance(values, dict) or not all(
-                isinstance(name, str) and isinstance(text, str | None) for name, text in values.items()):
-            raise SettingError(f'{path}: a flat list of `name: value` lines is wanted')
-    names = {}
-    for name in values.keys() - TRANSLATED.keys():      # those may ask for nothing
-        other = names.setdefault(ALIASES.get(name, name), name)
-        if other != name:
-            both = ' and '.join(sorted((name, other)))
-            raise SettingError(f'{path}: {both} are one setting: leave one of them out')
-    return values
-
-
-def read_yaml(path):
-    """Return what a YAML file holds, with all scalars but null as text: flags are text, too. Raises
-    SettingError for a file that is not YAML."""
-    import yaml
-
-    class Loader(yaml.BaseLoader):      # of two values of a name, PyYAML's takes the last
-        def compose_node(self, parent, index):
-            if self.check_event(yaml.AliasEvent):       # eight levels of them are a billion values
-                raise yaml.YAMLError(f'write *{self.peek_event().anchor} out')
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node, deep=False):
-            names = set()
-            for name, _ in node.value:
-                if name.value in names:
-                    raise yaml.YAMLError(f'{name.value} stands there twice')
-                names.add(name.value)
-            return super().construct_mapping(node, deep)
-
-        def construct_scalar(self, node):
-            is_null = node.style is None and node.value.lower() in ('', '~', 'null')
-            return None if is_null else super().construct_scalar(node)
-
+        raise MissingError(f'no config file {path}; those of this project are in {HERE}/config')
     try:
-        return yaml.load(pathlib.Path(path).read_text('utf-8'), Loader)
-    except Exception as error:      # PyYAML's own, and what Python raises on exotic text
-        raise SettingError(f'{path} is not YAML: {" ".join(str(error).split())[:200]}') from None
+        if path.endswith('.py'):
+            return {name: value for name, value in runpy.run_path(path).items()
+                    if name in known or not name.startswith('_') and not hasattr(value, '__name__')}
+        import yaml
+        values = yaml.load(pathlib.Path(path).read_text('utf-8'), yaml.BaseLoader) or {}
+        return {name: None if text.lower() in ('', '~', 'null') else text for name, text in values.items()}
+    except (Exception, SystemExit) as error:    # the file's own, and PyYAML's
+        what = ' '.join(str(error).split())
+        raise SettingError(f'{path} is no config file ({type(error).__name__}): {what:.200}') from None
 
 
 # ----------------------------------------------------------------------------------------------- command line
 
-def with_equals(words, known):
-    """Return a command line with each flag as --name=value. known: what with_other_names returns."""
-    words, found = [word.removeprefix('--config=') for word in words], []
+def read_words(words, known):
+    """Yield (name, value) of each flag of a command line, and ('config', word) of any other word. known: what
+    with_other_names returns. Raises SettingError for a flag that lacks its value."""
+    words = [*words]
     while words:
         word = words.pop(0)
-        if word == '--config':
-            if not words or words[0].startswith('-'):   # as with an empty variable of a shell
-                raise SettingError('--config needs a file')
-            continue
-        if word.startswith('-'):
-            name, equals, value = word.lstrip('-').partition('=')
-            name = name.replace('-', '_')
-            word = f'--{name}={value}' if equals else _flag(name, words, known)
-        found.append(word)
-    return found
-
-
-def _flag(name, words, known):
-    """Return --name=value for a flag without =. Its value may be the next of the words, which is then taken
-    from them."""
-    for positive in (name[3:], f'use_{name[3:]}'):
-        if name.startswith('no_') and positive in known:
-            return f'--{positive}=False'
-    setting, values = known.get(name), ()
-    if setting and (isinstance(setting.default, bool) or 'on' in setting.words):
-        values = {*WORDS, *setting.words}
-    if words and not words[0].startswith('--') and (not values or words[0].lower() in values):
-        return f'--{name}={words.pop(0)}'
-    if setting and not values:
-        raise SettingError(f'--{name} needs a value')
-    return f'--{name}=True'
+        name, equals, value = word.partition('=')
+        name = name.lstrip('-').replace('-', '_')
+        choices = known[name].words if name in known else {'on': True}      # an unknown flag stands alone
+        after = words[0] if words else '--'
+        is_choice = ON_OFF.get(after.lower(), after) in choices
+        if not word.startswith('-'):
+            yield 'config', word
+        elif equals:
+            yield name, value
+        elif name.startswith('no_'):
+            yield name[3:] if name[3:] in known else f'use_{name[3:]}', 'False'
+        elif not after.startswith('--') and ('on' not in choices or is_choice):
+            yield name, words.pop(0)
+        elif 'on' in choices:
+            yield name, 'on'
+        else:
+            raise SettingError(f'--{name} needs a value')
 
 
 # ------------------------------------------------------------------------------------------- one checked dict
@@ -503,64 +332,35 @@ def _flag(name, words, known):
 class Config(dict):
     """The settings of a run: a script's defaults, over them a checkpoint's, those of config files, flags.
 
-    layers: [config files, flags]; one that changes a name of a group replaces the group. typed: the flags.
-    given: the names that the layers set. inherited: {name: value} of the checkpoint. chosen: the names that
-    have more than a default. stem: the last config file's name without ending, or ''."""
+    saved, files, typed: {name: value} of the checkpoint, the config files, the flags. One of the latter two
+    that changes a name of a group replaces the group. given: the names in any of the three. stem: the last
+    config file's name without ending, or ''."""
 
-    def __init__(self, script, layers, stem='', inherited=None):
-        self.script, self.layers, self.stem, self.inherited = script, layers, stem, inherited or {}
-        self.typed = layers[-1]
+    def __init__(self, script, files, typed, stem='', saved=()):
+        self.script, self.files, self.typed, self.stem, self.saved = script, files, typed, stem, dict(saved)
         self.defaults = {name: setting.default for name, setting in script.settings.items()}
-        self.given = set()
-        super().__init__(self.defaults | self.inherited)
-        for layer in layers:
+        self.given = {*saved, *files, *typed}
+        super().__init__(self.defaults | self.saved)
+        for layer in files, typed:
             for group in script.groups:
                 if any(layer.get(name, self[name]) != self[name] for name in group):
                     self.update((name, self.defaults[name]) for name in group)
-                    self.given.difference_update(group)
             self.update(layer)
-            self.given.update(layer)
 
     def over(self, saved, never=(), place='the checkpoint'):
         """Return the Config of the same files and flags over a checkpoint's settings, a dict. Names that this
         script does not have, and those in `never`, are dropped. Raises SettingError for another type, which
         names the place."""
         settings = self.script.settings
-        inherited = {name: _typed(settings[name], value, place, name)
-                     for name, value in saved.items() if name in settings and name not in never}
-        return Config(self.script, self.layers, self.stem, inherited)
-
-    @property
-    def chosen(self):
-        return self.given | self.inherited.keys()
+        saved = {name: settings[name].read(value, f'{place}: {name} ')
+                 for name, value in saved.items() if name in settings and name not in never}
+        return Config(self.script, self.files, self.typed, self.stem, saved)
 
     @property
     def changes(self):
         """Return a line about each difference from the checkpoint."""
         return [f'{name}: {value!r} in the checkpoint, now {self[name]!r}'
-                for name, value in self.inherited.items() if self[name] != value]
-
-
-def nearest(name, names):
-    """Return the clause that tells the most similar of names, or ''."""
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    return f'; the nearest is {near[0]}' if near else ''
-
-
-def start_process():
-    """Set what a script's process has before torch is imported: errors of one line, and OpenMP's threads that
-    do not spin for milliseconds while they wait: on busy cores, a training step took 2.6 times as long
-    (docs/log.md)."""
-    one_line_errors()
-    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
-
-
-def settings_of_twins(script):
-    """Return {name: default} of the settings of a Script and its twins, under all of their names."""
-    settings = {}
-    for twin in script.twins:
-        settings |= read_script(twin).settings
-    return with_other_names(settings | script.settings)
+                for name, value in self.saved.items() if self[name] != value]
 
 
 def configure(path, argv=None, positional=None, nearby=()):
@@ -572,46 +372,43 @@ def configure(path, argv=None, positional=None, nearby=()):
     value that is not allowed, a bare word too many; MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
-        start_process()
+        one_line_errors()
+        # else OpenMP's threads spin while they wait: 2.6 times a step's time on busy cores (docs/log.md)
+        os.environ.setdefault('GOMP_SPINCOUNT', '10000')
     script = read_script(path)
     if '--help' in argv or '-h' in argv:
-        print_help(script)
-    known, files, flags, unknown, stem = settings_of_twins(script), {}, {}, [], ''
+        print(script.help, HELP)
+        raise SystemExit
+    known, files, typed, stem = with_other_names(script), {}, {}, ''
 
-    def put(name, value, layer=flags, where='the command line'):
-        """Put a value into a layer under our name, or note that it cannot be set. None, which is YAML's null,
-        takes an earlier file's value away."""
-        if name in TRANSLATED and value is not None:
-            value = TRANSLATED[name][_typed(known[name], value, where, name)]
-            if value is None:
-                return
-        name = ALIASES.get(name, name)
-        if name not in known:
-            unknown.append(f'{where}: no setting is called {name!r}{nearest(name, [*known, *nearby])}')
-        elif value is None:
-            layer.pop(name, None)
-        else:
-            value = _typed(known[name], value, where, name)
-            if name in script.settings:
-                layer[name] = value
-            elif layer is flags and value not in (False, 'auto'):   # which ask for nothing of a twin
-                unknown.append(f'{where}: {name} is a setting of {", ".join(script.twins)}')
+    def put(name, value, layer=typed, where='the command line'):
+        ours = ALIASES.get(name, name)
+        if name in GONE:
+            raise SettingError(f'{where}: {name} is no setting: {GONE[name]}')
+        if ours not in known or name == 'config':
+            nearest = *difflib.get_close_matches(name, known.keys() | nearby, 1, 0.5), 'in --help'
+            raise SettingError(f'{where}: no setting is called {ours!r}; the nearest is {nearest[0]}')
+        if isinstance(value, str) and name not in TEXTS:
+            value = os.path.expanduser(value)
+        if value is not None:
+            value = known[name].read(value, f'{where}: {name} ')
+        if value is None:       # as of null and of `--no_te`, which change nothing
+            return
+        value = known[ours].read(value, f'{where}: {name} ')
+        if ours in script.settings:
+            layer[ours] = value
+        elif layer is typed and value not in (False, 'auto'):   # which ask for nothing of a twin
+            raise SettingError(f'{ours} is a setting of {", ".join(script.twins)}')
 
-    for word in with_equals(argv, known):
-        if word.startswith('-'):
-            put(*word.removeprefix('--').split('=', 1))
+    for name, word in read_words(argv, known):
+        if name != 'config':
+            put(name, word)
         elif word.endswith(('.py', '.yaml', '.yml')):
-            for name, value in config_values(word, known).items():
-                put(name, value, files, word)
+            for each in config_values(word, known).items():
+                put(*each, files, word)
             stem = pathlib.Path(word).stem
-        elif positional and positional not in flags:
+        elif positional and positional not in typed:
             put(positional, word)
         else:
-            raise SettingError(f'what is {word!r}? Settings are --name=value; '
-                               'config files end in .py or .yaml')
-    if unknown:
-        raise SettingError(f'{"; ".join(unknown[:5])}; --help lists what there is')
-    return Config(script, [files, flags], stem)
-
-
-sys.excepthook, = _quiet.__defaults__   # one_line_errors, called by a script's first lines, sets another
+            raise SettingError(f'what is {word!r}? Settings are --name=value, config files .py or .yaml')
+    return Config(script, files, typed, stem)

@@ -8,6 +8,7 @@ $ python hf.py save --ckpt=checkpoints_fp8/latest.pt --out=adapter  # a folder t
 The other scripts open such folders themselves, but for FP8's, by fp8gpt/pretrained.py.
 """
 import sys
+from os.path import expanduser
 
 from configurator import DataError, Parser, SettingError, one_line_errors, say
 
@@ -22,10 +23,12 @@ COMMANDS = {
 def arguments(words):
     """Return the parsed command line. Raises SettingError."""
     parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest='command', required=True)
     for name, what in COMMANDS.items():
-        command = parser.add_command(name, what)
-        command.add_argument('--ckpt', default='checkpoints_fp8/latest.pt', help='a .pt file, or its folder')
-        command.add_argument('--out', required=True, help='the folder to write')
+        command = commands.add_parser(name, help=what, doc=what)
+        command.add_argument('--ckpt', type=expanduser, default='checkpoints_fp8/latest.pt',
+                             help='a .pt file, or its folder')
+        command.add_argument('--out', type=expanduser, required=True, help='the folder to write')
         if name == 'export':
             command.add_argument('--dtype', default='fp32', choices=['fp32', 'bf16'], help='fp32 is exact')
             command.add_argument('--fp8', action='store_true', help='linears in FP8, one scale per 128 x 128')

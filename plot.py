@@ -5,6 +5,7 @@ $ python plot.py lr config/gpt2_fp8.py                                 # the sch
 $ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
 """
 import sys
+from os.path import expanduser
 
 from configurator import Parser, SettingError, configure, one_line_errors, say
 
@@ -21,12 +22,15 @@ def plot_arguments(words):
     for name in ELSEWHERE & {*words[:1]}:
         raise SettingError(f'plot.py draws no {name}: docs/fp8_{name}.py does, and says how at its top')
     parser = Parser(__doc__)
-    commands = {name: parser.add_command(name, what) for name, what in COMMANDS.items()}
-    for name, command in commands.items():
-        command.add_argument('--out', default=f'runs/{name}.png', help='.png, .pdf or .svg to write')
-    loss = commands['loss']
-    loss.add_argument('runs', nargs='+', help='checkpoint_dirs; the others are compared with the first')
-    loss.add_argument('--json', help='a JSON to write: the numbers, with hardware, versions and settings')
+    commands = parser.add_subparsers(dest='command', required=True)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, doc=what)
+        command.add_argument('--out', type=expanduser, default=f'runs/{name}.png',
+                             help='.png, .pdf or .svg to write')
+        if name == 'loss':
+            command.add_argument('runs', nargs='+', help='checkpoint_dirs; the first is compared with each')
+            command.add_argument('--json', type=expanduser,
+                                 help='a JSON to write: the numbers, with hardware, versions and settings')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
         asked.config = configure('train_fp8.py', rest, nearby=vars(asked))

@@ -25,7 +25,7 @@ the stream's position. After a kill at any moment, the same command goes on from
 writes the same bytes.
 """
 from configurator import (
-    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say, with_home)
+    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, csv, tsv, txt, py: globs with commas between; any dataset name
@@ -66,7 +66,7 @@ import threading
 import time
 import unicodedata
 from glob import escape, glob
-from os.path import basename, dirname, exists, getsize, join, splitext
+from os.path import basename, dirname, exists, expanduser, getsize, join, splitext
 
 import numpy as np
 from tqdm import tqdm
@@ -101,8 +101,8 @@ def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
     brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
     paths, asked = {}, 0    # in order
-    for pattern in [patterns] if exists(with_home(patterns)) else patterns.split(','):
-        path = with_home(pattern.strip())
+    for pattern in [patterns] if exists(expanduser(patterns)) else patterns.split(','):
+        path = expanduser(pattern.strip())
         found = [path] if exists(path) else sorted(glob(path, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
@@ -744,7 +744,7 @@ def show_documents(config, paths, meta, tokenizer):
         tokens, mask = ids.T if meta['template'] else (ids, 0 * ids)
         pairs = zip(tokens.tolist(), mask)
         for is_target, run in itertools.groupby(pairs, lambda pair: pair[1] & shards.TARGET):
-            text = printable(tokenizer.decode([token for token, _ in run], special=True))
+            text = printable(tokenizer.decode([token for token, _ in run], special=True), keep=r'[\t\n]')
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
 

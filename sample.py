@@ -6,7 +6,7 @@ $ python sample.py --ckpt=Qwen/Qwen3-0.6B --chat    # each line is a turn; Ctrl-
 """
 import os
 
-from configurator import MissingError, SettingError, configure, printable, say, with_home
+from configurator import MissingError, SettingError, configure, printable, say
 
 ckpt = 'checkpoints_fp8/latest.pt'  # a checkpoint, or a Hugging Face model: a folder, or org/name
 prompt = ''             # text to continue, or FILE:path of it; '' = a new document; in a chat, the first turn
@@ -31,7 +31,7 @@ if system and not chat:
 if chat and num_samples > 1:
     raise SettingError(f'num_samples={num_samples}: a chat has one answer to a turn')
 if prompt.startswith('FILE:'):
-    path = with_home(prompt.removeprefix('FILE:'))
+    path = os.path.expanduser(prompt.removeprefix('FILE:'))
     if not os.path.isfile(path):
         raise MissingError(f'there is no prompt file {path}')
     prompt = ''.join(text_of(path))
@@ -59,7 +59,12 @@ if chat and not tokenizer.chat_template:
     raise SettingError(f'{ckpt}: its tokenizer has no chat template, which --chat needs; '
                        '--prompt works without one')
 model = pretrained.model_of(state, device, tokenizer.vocab_size, param_dtype=torch.bfloat16)
-shown, longest = str if raw else printable, model.config.block_size
+longest = model.config.block_size
+
+
+def shown(text):
+    """Return a text as it is printed: its control characters escaped, unless raw."""
+    return text if raw else printable(text, keep=r'[\t\n]')
 
 
 def continued(ids, count, turn=0):

@@ -18,8 +18,8 @@ import sys
 
 from fp8gpt import files
 from configurator import (
-    HERE, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script, say,
-    with_equals, with_other_names)
+    HERE, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script, read_words,
+    say, with_other_names)
 
 SCRIPT = 'train_fp8.py'
 FITTED = {'batch_size', 'warmup_steps', 'decay_share', 'eval_freq'}     # which a run may set to what fits it
@@ -30,7 +30,8 @@ def read_grid(words):
     """Return {config file, or flag: the words that stand for it in one run and another}. Of two flags of one
     name the last one counts. Raises SettingError."""
     grid, given = {}, dict.fromkeys(PLACES)
-    for word in with_equals(words, with_other_names(read_script(SCRIPT).settings)):
+    for name, text in read_words(words, with_other_names(read_script(SCRIPT))):
+        word = text if name == 'config' else f'--{name}={text}'
         name, is_flag, texts = word.partition('=')
         values = [word]
         try:

@@ -91,7 +91,7 @@ seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weight
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
-fp8_recipe = 'auto'              # auto (tensorwise) | auto:mxfp8 (first) | RECIPES of fp8gpt/fp8/linear.py
+fp8_recipe = 'auto'              # auto (tensorwise) | auto:mxfp8 (first) | Recipe of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
 fp8_kernels = 'auto'             # auto (triton where it serves) | inductor (torch.compile's casts) | triton
 fp8_head = False                 # output head and loss, too: a request, of native and emulate

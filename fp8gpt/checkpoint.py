@@ -407,4 +407,4 @@ def table(directory):
                 f'{getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
-    return [printable(line, breaks='') for line in lines] or [f'no checkpoints in {directory}']
+    return [printable(line) for line in lines] or [f'no checkpoints in {directory}']

@@ -39,11 +39,11 @@ def fine_tuning(script, config):
     begun = resume and (resume != 'auto' or glob.glob('*.pt', root_dir=config['checkpoint_dir']))
     if begun or is_built_here(name):
         return config
-    if not config.layers[0]:
+    if not config.files:
         path = os.path.join(HERE, 'config', 'finetune_lora.py' if config['lora_rank'] else 'finetune.py')
         say_once(f'settings  {os.path.relpath(path)}, as no config file is named')
         named = configure(script, [path])
-        config = Config(config.script, [named.layers[0], config.typed], named.stem)
+        config = Config(config.script, named.files, config.typed, named.stem)
     if 'tokenizer' not in config.given:
         config['tokenizer'] = name
         config.given.add('tokenizer')

@@ -238,15 +238,14 @@ def over_checkpoint(config, resumed, path):
     if not resumed['optimizer']:
         raise SettingError(f'{path} has no optimizer state to resume from: '
                            f'--init_from={path} starts a new run with its weights')
-    of_files, typed = config.layers
-    config = Config(config.script, [of_files, typed], config.stem).over(resumed['config'], NEVER_INHERITED)
+    config = config.over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
-        before = config.inherited.get(name, config.defaults[name])      # as this version calls it
+        before = config.saved.get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
                                f'out, start anew from its weights, --init_from={path}, or train elsewhere, '
                                f'{elsewhere(config)}')
-    config['batch_size'] = config['batch_size'] or config.inherited.get('batch_size', 0)    # a search's
+    config['batch_size'] = config['batch_size'] or config.saved.get('batch_size', 0)    # a search's
     return config
 
 
@@ -254,7 +253,7 @@ def check_same_data(config, path):
     """Raise SettingError where a resume by name would train the run at `path` on another dataset: one that a
     config file names, or the script's default, and nobody typed."""
     names = 'dataset', 'split_name', 'tokenizer'
-    before = config | {name: config.inherited[name] for name in names if name in config.inherited}
+    before = config | {name: config.saved[name] for name in names if name in config.saved}
     others = [name for name in names if name not in config.typed and config[name] != before[name]]
     if config['resume'] in BY_NAME and others and shards.dataset_dir(before) != shards.dataset_dir(config):
         name = others[0]
@@ -306,7 +305,7 @@ def replace_requests(config, device):
     if not config['batch_size'] and device.type != 'cuda':
         config['batch_size'] = config.defaults['batch_size']
         lines.append(f'batch_size={config["batch_size"]}: the largest that fits is looked for on CUDA alone')
-    if config['dtype'] == 'bf16' and 'dtype' not in config.chosen:
+    if config['dtype'] == 'bf16' and 'dtype' not in config.given:
         if lacks_bf16_units(device):
             config['dtype'] = 'fp32'
             lines.append('dtype=fp32: there are no bf16 units here, and bf16 would be slower')
@@ -369,7 +368,7 @@ def architecture(config, vocab_size, before):
     SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
     names = [field.name for field in dataclasses.fields(GPTConfig)]
     fields = {name: config[name] for name in names if name in config}
-    given = {name: value for name, value in fields.items() if name in config.given}
+    given = {name: value for name, value in fields.items() if name in config.files | config.typed}
     if before:
         fixed = GPTConfig(**before['model_config'])
         free = 'block_size' if fixed.position == 'rope' else ''     # see window
@@ -395,7 +394,7 @@ def window(config, model_config, before):
     than the model reads."""
     longest = model_config.block_size
     asked = config['block_size']
-    if 'block_size' not in config.chosen:
+    if 'block_size' not in config.given:
         saved = before['config'] if before else {}
         asked = min(saved.get('block_size', asked), longest)
     if model_config.position == 'learned':
@@ -443,15 +442,15 @@ class Length:
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
         done, seen = (before['step'], before['tokens']) if before else (0, 0)
         hours = config['max_hours']     # a run that this same limit ended may be a little past it
-        passed = before and 0 < hours < before.get('hours', 0) and hours != config.inherited.get('max_hours')
+        passed = before and 0 < hours < before.get('hours', 0) and hours != config.saved.get('max_hours')
         if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
         # a default is for long runs, a config file's warm-up for the length that the file gives
-        shortened = 'warmup_steps' in config.given and not config.typed.keys().isdisjoint(LIMITS)
-        is_shorter = shortened or 'warmup_steps' not in config.chosen
+        shortened = 'warmup_steps' in config.files and not config.typed.keys().isdisjoint(LIMITS)
+        is_shorter = shortened or 'warmup_steps' not in config.given
         cut = optim.Schedule.of(config, last_step).fit(config, is_shorter)
-        if 'eval_freq' not in config.chosen and tokens_per_epoch:
+        if 'eval_freq' not in config.given and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
                    tokens=seen + (last_step - done) * tokens)
@@ -576,8 +575,8 @@ def resume_lines(run, length, n_windows):
     if before.get('measured_on') not in (None, run.measured_on):
         lines.append('the best loss begins anew: that of before is of other data, block_size or eval_tokens')
     part = before['position'] % n_windows / n_windows
-    moved = [name for name in ('seed', 'block_size') if name in config.inherited
-             and config.inherited[name] != config[name]]
+    moved = [name for name in ('seed', 'block_size') if name in config.saved
+             and config.saved[name] != config[name]]
     if moved and part:
         lines.append(f'{moved[0]} is another at {part:.0%} of an epoch: the rest of it reads about '
                      f'{part * (1 - part):.0%} of the data twice, and as much not at all')

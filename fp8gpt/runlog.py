@@ -47,7 +47,7 @@ def cell_text(value):
         return ' .. '.join(map(cell_text, value))
     if isinstance(value, float):
         return f'{value:,.4g}' if abs(value) < 1e4 else f'{value:,.0f}'
-    return printable(str(value), breaks='')
+    return printable(value)
 
 
 def markdown(rows, heading=True):
@@ -101,6 +101,8 @@ def open_tensorboard(config, precision, step):
     place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
     folder = f'runs/{config["run_name"]}-{precision}/{place}'
     writer = SummaryWriter(folder, purge_step=step and step + 1)
+    threading.excepthook = lambda thread: say_in_run(       # of its thread's error, as on a full disk
+        f'WARNING: a thread has ended: {thread.exc_value!r}')
 
     def write(step, named):
         for name, value in shown(named).items():

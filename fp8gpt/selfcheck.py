@@ -22,9 +22,9 @@ def choose_precision(run, world_size=1):
         return dataclasses.replace(fp8.OFF, reason='evaluation is without it'), lines
     ran = run.resumed and run.resumed.get('fp8_choice') or {}
     for name, value in ran.items():     # requests until now; nobody would see a resumed run change
-        if name in config.given or not config['use_fp8']:
+        if name in config.files | config.typed or not config['use_fp8']:
             break   # a typed backend has recipes, and a typed recipe kernels, of its own
-        config[name] = config.inherited[name] = value       # no difference from the checkpoint
+        config[name] = config.saved[name] = value       # no difference from the checkpoint
     options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
     tokens = max(1, run.batch_size) * config['block_size']
     place = fp8.Place(run.device, tokens, compiled, tuple(run.model_config.linears()), run.compute_dtype)

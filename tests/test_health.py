@@ -345,13 +345,13 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     run.resume_path = 'a.pt'
     selfcheck.choose_precision(run)
     run.config.update(asked)
-    run.config.given = {'fp8_recipe'}
+    run.config.files = {'fp8_recipe': 'auto'}
     selfcheck.choose_precision(run)     # kernels are of one recipe
     assert given[2::2] == [
         (found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor'),
         (found, 'fp8_backend=native', 'auto')]
     run.config.update(asked)
-    run.config.given = set()
+    run.config.files = {}
     run.resumed['fp8_choice']['fp8_backend'] = 'te'
     message = '^fp8_backend=te fp8_recipe=tensorwise: no te. a.pt was trained in FP8: --no_fp8'
     with pytest.raises(DeviceError, match=message):

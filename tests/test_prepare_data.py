@@ -712,7 +712,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
     (f'{MINE}asked.jsonl --template=plain', 1, ['5 rows with 1 different questions']),
-    (f'{MINE}latin.txt --encoding=latin-1', 2, ['encoding']),
+    (f'{MINE}latin.txt --encoding=latin-1', 2, ['encoding is no setting: text is read as UTF-8, and `iconv']),
     (f'{MINE}odd.xml', 2, ['odd.xml', '.parquet', 'Rename other text to .txt']),
     (f'{MINE}good.parquet --subset=x', 2, ['subset']),
     (f'{MINE}good.parquet --template=chat', 2, ['--template=chat']),

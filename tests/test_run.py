@@ -291,7 +291,7 @@ def test_the_ranks_of_each_machine_check_their_own_files(monkeypatch):
 def test_a_device_that_is_not_there_or_not_served_is_named():
     with pytest.raises(MachineError, match='device=cuda, but torch sees no CUDA GPU here; --device=cpu'):
         distributed.init('cuda')
-    refused("device is one of auto, cuda, cpu, not 'mps'", '--device=mps')
+    refused("device wants one of auto, cuda, cpu, not 'mps'", '--device=mps')
 
 
 def test_python_handles_no_sigterm_of_a_rank_that_waits_for_others(monkeypatch):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+import threading
 import types
 from unittest import mock
 
@@ -146,12 +147,17 @@ def test_the_first_lines_say_what_was_replaced(here, tiny_data, tmp_path):
     assert rows['schedule'] == 'schedule  warmup_steps=1, a tenth of the run, not 50'
 
 
-def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch):
+def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     monkeypatch.chdir(tmp_path)
     config = {'checkpoint_dir': './checkpoints', 'run_name': 'mine', 'wandb_project': 'p'}
     rows = (3, {'val/loss': 2.5, 'precision': 'bf16', 'fp8/sqnr/h.0': 30.0}), (4, {'sample': 'ROMEO: no'})
+    monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
     write, close = runlog.open_tensorboard(config, 'bf16', 0)
+    thread = threading.Thread(target=open, args=['/nowhere/x'])     # as its own does on a full disk
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().out.startswith('WARNING: a thread has ended: FileNotFoundError(2,')
     sent = []
     wandb = types.SimpleNamespace(Error=ValueError, init=lambda **options: types.SimpleNamespace(
         id='x', define_metric=lambda *a, **k: None, log=sent.append, finish=None))
