@@ -79,6 +79,8 @@ KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: '
 GONE = {
     'encoding': 'text is read as UTF-8, and `iconv -f latin-1 -t utf-8` writes it so',
     'profile': 'docs/fp8.md has six lines with torch.profiler',
+    'dropout': 'no layer drops out here',
+    'lr_decay_iters': 'the learning rate falls until the end of the run',
     'eval_iters': '--eval_tokens says how many tokens an evaluation reads',
 }
 HELP = """
@@ -275,7 +277,8 @@ def with_other_names(script):
     for twin in script.twins:
         known = read_script(twin).settings | known
     aliases = {theirs: known[ours] for theirs, ours in ALIASES.items() if ours in known}
-    return known | aliases | {theirs: Setting('', words) for theirs, words in TRANSLATED.items()}
+    return known | aliases | {theirs: Setting('', words) for theirs, words in TRANSLATED.items()
+                              if ALIASES.get(theirs) in (None, *known)}
 
 
 # ----------------------------------------------------------------------------------------------- config files
@@ -387,7 +390,7 @@ def configure(path, argv=None, positional=None, nearby=()):
             raise SettingError(f'{where}: {name} is no setting: {GONE[name]}')
         if ours not in known or name == 'config':
             nearest = *difflib.get_close_matches(name, known.keys() | nearby, 1, 0.5), 'in --help'
-            raise SettingError(f'{where}: no setting is called {ours!r}; the nearest is {nearest[0]}')
+            raise SettingError(f'{where}: no setting is called {name!r}; the nearest is {nearest[0]}')
         if isinstance(value, str) and name not in TEXTS:
             value = os.path.expanduser(value)
         if value is not None:

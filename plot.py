@@ -67,9 +67,11 @@ def finish_figure(figure, out):
 
 
 def say_run(run, ended, first):
-    """Print how a runlog.RunCurves ended, and which settings are not those of the first run."""
+    """Print how a runlog.RunCurves ended, and which settings and text are not those of the first run."""
     accuracy = f', HellaSwag acc_norm {run.last_hellaswag:.4f}' if run.hellaswag else ''
     say(f'{run.name}{ended}, median {run.speed:,.0f} tokens/s{accuracy}')
+    if run.text != first.text:
+        say('  measured on other data than the first, by the shards\' checksums: their losses do not compare')
     config, first = (each.header['config'] for each in (run, first))
     unlike = [f'{name}={value}' for name, value in config.items()
               if value != first.get(name, value) and name not in ('checkpoint_dir', 'resume')]

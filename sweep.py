@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 
-from fp8gpt import files
+from fp8gpt import files, shards
 from configurator import (
     HERE, Parser, SettingError, UserError, at_least, configure, one_line_errors, read_script, read_words,
     say, with_other_names)
@@ -86,6 +86,10 @@ def result_of(folder, words=()):
         before, value = last.get('config', {}).get(name, settings[name]), settings[name]
         if type(value) in (int, float) and before != value:
             raise SettingError(f'{folder} was trained with {name}={before}, not {value}: give another --name')
+    if words and os.path.isdir(place := shards.dataset_dir(settings)):
+        there = {file: [*about] for file, about in shards.listed(shards.read_meta(place)).items()}
+        if there and last.get('data', there) != there:
+            raise SettingError(f'{folder} was trained on other data than is in {place}: give another --name')
     return [last.get(f'val/{name}') or '' for name in ('loss', 'bits_per_byte')]
 
 

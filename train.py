@@ -86,6 +86,7 @@ seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weight
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
+config_groups = [*config_groups, ('max_steps', 'max_tokens', 'num_epochs', 'max_hours')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: train.py ignores its FP8 settings
 config = configure(__file__)
 

@@ -103,6 +103,7 @@ fp8_stats_freq = 500             # >= 0: steps between looks at amax, scale, flu
 
 # A later layer (checkpoint < config file < flags) that sets one name of a group replaces the group.
 config_groups = [('total_batch_size', 'gradient_accumulation_steps', 'target_effective_batch_size')]
+config_groups = [*config_groups, ('max_steps', 'max_tokens', 'num_epochs', 'max_hours')]
 config_groups = [*config_groups, ('use_fp8', 'fp8_backend')]
 config_twins = ['train_fp8.py']  # a config file serves both scripts: train.py ignores its FP8 settings
 config = configure(__file__)

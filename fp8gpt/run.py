@@ -523,7 +523,7 @@ def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
     factors = f'{config["batch_size"]} x {config["block_size"]} tokens'
     if length.micro_steps > 1:
-        factors += f' x {length.micro_steps} micro-steps'
+        factors += f' x {length.micro_steps} micro-steps' + ' of each GPU' * (world_size > 1)
     if world_size > 1:
         factors += f' x {world_size} ranks'
     return f'batch     {factors} = {length.tokens_per_step:,} tokens a step'

@@ -1,6 +1,7 @@
 """Print and log a run: console, log.jsonl in the checkpoint_dir, TensorBoard, W&B."""
 import contextlib
 import functools
+import glob
 import importlib.util
 import json
 import math
@@ -93,14 +94,17 @@ def shown(named):
             if name == 'sample' or isinstance(value, (int, float)) and name.count('/') == 1}
 
 
-def open_tensorboard(config, precision, step):
-    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. step: that of
-    the checkpoint, 0 for a new run, which replaces earlier curves; a resume cuts them after that step. Each
-    run has a folder called after its checkpoint_dir."""
+def open_tensorboard(config, precision, records):
+    """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. records: of the
+    log so far, which are written anew in place of earlier curves, since TensorBoard's page shows also what a
+    resume abandons. Each run has a folder called after its checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
     place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
     folder = f'runs/{config["run_name"]}-{precision}/{place}'
-    writer = SummaryWriter(folder, purge_step=step and step + 1)
+    old = glob.glob(f'{glob.escape(folder)}/events.out.tfevents.*')
+    for path in old:
+        os.remove(path)
+    writer = SummaryWriter(folder)
     threading.excepthook = lambda thread: say_in_run(       # of its thread's error, as on a full disk
         f'WARNING: a thread has ended: {thread.exc_value!r}')
 
@@ -108,10 +112,12 @@ def open_tensorboard(config, precision, step):
         for name, value in shown(named).items():
             add = writer.add_text if name == 'sample' else writer.add_scalar
             add(name, value, step)
+    for record in records if old else ():   # else they are of another folder's precision
+        write(record['step'], record)
     return write, writer.close
 
 
-def open_wandb(config, precision, step):
+def open_wandb(config, precision, records):
     """Return (write(step, {name: value}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
     resumed run continues it. Without a network it is written offline."""
     import wandb
@@ -120,7 +126,7 @@ def open_wandb(config, precision, step):
         'project': config['wandb_project'] or os.environ.get('WANDB_PROJECT') or 'llm-fp8',
         'name': config['run_name'],
         'tags': [precision],
-        'id': files.read_json(path).get('id') if step else None,
+        'id': files.read_json(path).get('id') if records else None,
         'resume': 'allow',
         'config': dict(config),
         'dir': config['checkpoint_dir'],
@@ -175,7 +181,7 @@ class RunLog:
         self.writers['log.jsonl'] = write, _ = open_jsonl(path)
         self._attempt('log.jsonl', write, step, self._header(precision))
         for name in filter(config.get, WRITERS):
-            if opened := self._attempt(name, WRITERS[name], config, precision, step * goes_on):
+            if opened := self._attempt(name, WRITERS[name], config, precision, records):
                 self.writers[name] = opened
         if run.device.type == 'cuda':   # what the self-check or a batch that did not fit took is no run's
             torch.cuda.reset_peak_memory_stats(run.device)
@@ -382,7 +388,8 @@ class Clock:
 
 class RunCurves:
     """Hold the log of the run in a checkpoint_dir: curves are {step: value}, losses in nats per token.
-    finished: whether the log's last record is RunLog.done's; a resume appends others.
+    finished: whether the log's last record is RunLog.done's; a resume appends others. text: tokens and
+    checksum of each shard that the validation losses are of.
 
     Raises MissingError where there is no log, and SettingError where it has no step yet."""
 
@@ -404,6 +411,7 @@ class RunCurves:
             last |= record
         self.header = {'device': last.get('device')}
         self.header |= {key: last.get(key, {}) for key in ('versions', 'config')}
+        self.text = {file: about for file, about in last.get('data', {}).items() if 'val_' in file}
         self.name = f'{os.path.normpath(directory)} ({last.get("precision")})'
         self.last_val, self.last_hellaswag = map(last_of, (self.val, self.hellaswag))
         self.finished = 'finished' in records[-1]

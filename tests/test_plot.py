@@ -95,6 +95,18 @@ def test_tokens_are_those_that_were_seen(tmp_path):
         assert all(row.flags.contiguous for row in run.seen)    # else half a million lines take ten minutes
 
 
+def test_losses_on_other_text_are_said_not_to_compare(tmp_path, here):
+    for name, crc in ('a', 1), ('b', 1), ('c', 2):
+        write_log(tmp_path / name, 'bf16', 1)
+        with open(tmp_path / name / 'log.jsonl') as file:
+            lines = file.readlines()
+        lines[0] = json.dumps(json.loads(lines[0]) | {'data': {'val_000000.bin': [5000, crc]}}) + '\n'
+        (tmp_path / name / 'log.jsonl').write_text(''.join(lines))
+    for other, said in ('b', 0), ('c', 1):
+        out = here('plot.py', 'loss', tmp_path / 'a', tmp_path / other, f'--out={tmp_path}/x.png')
+        assert out.count('measured on other data than the first') == said
+
+
 def test_a_folder_without_a_step_is_refused_in_one_line(tmp_path):
     code, said = refused('plot.py', 'loss', tmp_path)
     assert code == 1 and f'no {tmp_path}/log.jsonl' in said

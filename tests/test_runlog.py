@@ -153,7 +153,7 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
     config = {'checkpoint_dir': './checkpoints', 'run_name': 'mine', 'wandb_project': 'p'}
     rows = (3, {'val/loss': 2.5, 'precision': 'bf16', 'fp8/sqnr/h.0': 30.0}), (4, {'sample': 'ROMEO: no'})
     monkeypatch.setattr(threading, 'excepthook', threading.excepthook)
-    write, close = runlog.open_tensorboard(config, 'bf16', 0)
+    write, close = runlog.open_tensorboard(config, 'bf16', [])
     thread = threading.Thread(target=open, args=['/nowhere/x'])     # as its own does on a full disk
     thread.start()
     thread.join()
@@ -164,7 +164,7 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     monkeypatch.setattr(runlog, 'one_line_errors', lambda: None)
     (tmp_path / 'checkpoints').mkdir()
-    send, _ = runlog.open_wandb(config, 'bf16', 0)
+    send, _ = runlog.open_wandb(config, 'bf16', [])
     for row in rows:
         write(*row)
         send(*row)
@@ -175,25 +175,28 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
     for typed, exported, project in ('', '', 'llm-fp8'), ('', 'ours', 'ours'), ('p', 'ours', 'p'):
         monkeypatch.setenv('WANDB_PROJECT', exported)
         wandb.init = mock.Mock(wraps=wandb.init)
-        runlog.open_wandb({**config, 'wandb_project': typed}, 'bf16', 0)
+        runlog.open_wandb({**config, 'wandb_project': typed}, 'bf16', [])
         assert wandb.init.call_args.kwargs['project'] == project
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
     assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
-    # a resume at step 4 keeps what that step logged, a new run nothing; no two folders share a board
-    for step, steps in (4, [3, 4, 5]), (0, [5]):
-        write, close = runlog.open_tensorboard(config, 'bf16', 0)
+    # a resume at step 4 writes anew what the log has, a new run nothing: TensorBoard's page reads each events
+    # file, whatever purge_step says; no two folders share a board
+    log = [{'step': step, 'val/loss': 2.5, 'config': {}} for step in (3, 4)]
+    for records, steps in (log, [3, 4, 5]), ([], [5]):
+        write, close = runlog.open_tensorboard(config, 'bf16', [])
         write(3, {'val/loss': 2.5})
         write(4, {'val/loss': 2.4})
         write(5, {'val/loss': 9.0})
         close()
-        write, close = runlog.open_tensorboard(config, 'bf16', step)
+        write, close = runlog.open_tensorboard(config, 'bf16', records)
         write(5, {'val/loss': 2.3})
         close()
         board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
         assert [event.step for event in board.Scalars('val/loss')] == steps
+        assert len(os.listdir('runs/mine-bf16/checkpoints')) == 1
     for name in 'x/y', 'x_y', '../x', 'x', '.x', '/tmp/x', tmp_path / 'x':
-        runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', 0)[1]()
+        runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', [])[1]()
     boards = {path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}
     assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
 

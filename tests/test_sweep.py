@@ -10,7 +10,7 @@ import pytest
 
 import sweep
 from configurator import UserError, configure
-from conftest import ROOT, environment, refused, run
+from conftest import ROOT, environment, refused, run, write_tiny_data
 from fp8gpt import files
 
 
@@ -144,6 +144,12 @@ def test_the_task_of_an_array_that_ends_last_makes_the_table(tmp_path, monkeypat
         assert (tmp_path / 'sweeps/sweep/results.csv').exists() == is_made
     with pytest.raises(UserError, match='max_lr=1 was trained with max_steps=5, not 6: give another --name'):
         sweep.main(['--max_lr=1,2', '--max_steps=6'])
+    folder = write_tiny_data(tmp_path)      # prepared anew since, by whatever is in the log
+    words, path = ['--max_lr=1,2', '--max_steps=5', f'--dataset={folder}'], 'sweeps/sweep/max_lr=1/log.jsonl'
+    record = json.loads((tmp_path / path).read_text())
+    (tmp_path / path).write_text(json.dumps(record | {'data': {'val_000000.bin': [5000, 1]}}))
+    with pytest.raises(UserError, match='max_lr=1 was trained on other data than is in .*tiny-byte'):
+        sweep.main(words)
 
 
 @pytest.mark.slow
