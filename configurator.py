@@ -66,6 +66,7 @@ TRANSLATED = {
     'mixed_precision': {'fp8': True, 'bf16': False},
     'use_te': {'on': 'auto:te', 'off': None},
     'fp8_scenario': {'default': 'auto', 'mxfp8': 'auto:mxfp8'},
+    'dropout': {'0.0': None, 'off': None},      # no layer drops out here
     'use_flash_attn': {'on': None},     # scaled_dot_product_attention uses it where it can
     'config': {},       # any file
 }
@@ -79,7 +80,6 @@ KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: '
 GONE = {
     'encoding': 'text is read as UTF-8, and `iconv -f latin-1 -t utf-8` writes it so',
     'profile': 'docs/fp8.md has six lines with torch.profiler',
-    'dropout': 'no layer drops out here',
     'lr_decay_iters': 'the learning rate falls until the end of the run',
     'eval_iters': '--eval_tokens says how many tokens an evaluation reads',
 }
