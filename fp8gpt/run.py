@@ -145,10 +145,10 @@ class Run:
     @property
     def flops_per_token(self):
         """FLOPs of forward and backward, for sequences of block_size."""
-        spec, tokens = lora.Spec.of(self.config), self.config['block_size']
-        if not spec.rank:
+        tokens = self.config['block_size']
+        if not self.config['lora_rank']:
             return self.model_config.flops_per_token(tokens)
-        return lora.flops_per_token(self.model_config, spec, tokens)
+        return lora.flops_per_token(self.model_config, lora.Spec.of(self.config), tokens)
 
     @property
     def revisions(self):
