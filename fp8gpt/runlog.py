@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from fp8gpt import files, shards
 from configurator import (
-    HERE, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say, say_in_run)
+    HERE, DataError, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say,
+    say_in_run)
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.gpus import device_name, gpu_of
 
@@ -433,5 +434,8 @@ def last_of(curve):
 
 
 def values_by_step(records, key):
-    """Return {step: value} of a key of a log's records. A value may be NaN, as text."""
-    return {record['step']: float(record[key]) for record in records if record.get(key) is not None}
+    """Return {step: value} of a key of a log's records. A value may be NaN, as text. Raises DataError."""
+    try:
+        return {record['step']: float(record[key]) for record in records if record.get(key) is not None}
+    except (TypeError, ValueError) as error:
+        raise DataError(f'{key} of a log is no number: {error}') from None

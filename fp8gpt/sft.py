@@ -183,8 +183,11 @@ class Examples:
                 self.opening = (self.special.search(self.header) or [self.header])[0]
 
     def text_of(self, row):
-        """Return the words of a row's messages, which are in what its ids decode to."""
-        return ''.join(message['content'] for message in conversation(row, self.columns))
+        """Return the words of a row that its ids are to decode to: without the thoughts that a template drops."""
+        messages = conversation(row, self.columns)
+        if not self.template:
+            return ''.join(message['content'] for message in messages)
+        return self.special.sub('', self.render(messages))
 
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""

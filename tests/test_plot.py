@@ -112,6 +112,9 @@ def test_a_folder_without_a_step_is_refused_in_one_line(tmp_path):
     assert code == 1 and f'no {tmp_path}/log.jsonl' in said
     (tmp_path / 'log.jsonl').write_text('{"step": 0, "val/loss": 5.5}\n')
     assert 'holds no training step yet' in refused('plot.py', 'loss', tmp_path)[1]
+    (tmp_path / 'log.jsonl').write_text('{"step": 1, "train/loss": "much"}\n')
+    assert refused('plot.py', 'loss', tmp_path) == (
+        1, "error: train/loss of a log is no number: could not convert string to float: 'much'\n")
 
 
 def test_the_pictures_of_the_pages_have_their_scripts(tmp_path, here, one_run):
