@@ -130,12 +130,12 @@ def at_least(low, kind=int):
 
 def one_line_errors():
     """Make the process end with one line and no traceback on an error that is not a programmer's, and escape
-    what its terminal cannot show. Raises MachineError where stdin, stdout or stderr is closed, since the next
-    file that is opened would take its place."""
+    what its terminal cannot show. A closed stdin, stdout or stderr becomes /dev/null, since the next file
+    that is opened would take its place."""
     sys.excepthook = _end_in_one_line
-    for stream in sys.stdin, sys.stdout, sys.stderr:
-        if stream is None:
-            raise MachineError('stdin, stdout or stderr is closed: redirect it to /dev/null')
+    for name, mode in ('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w'):
+        stream = getattr(sys, name) or open(os.devnull, mode)
+        setattr(sys, name, stream)
         if hasattr(stream, 'reconfigure'):      # a notebook's has none
             stream.reconfigure(errors='backslashreplace')
 

@@ -183,7 +183,7 @@ class Examples:
                 self.opening = (self.special.search(self.header) or [self.header])[0]
 
     def text_of(self, row):
-        """Return the words of a row that its ids are to decode to: without the thoughts that a template drops."""
+        """Return the words that the ids of a row are to decode to, without thoughts that a template drops."""
         messages = conversation(row, self.columns)
         if not self.template:
             return ''.join(message['content'] for message in messages)

@@ -138,13 +138,16 @@ def test_a_strangers_name_prints_no_line_and_no_command_of_its_own(capsys):
     assert printable('\u0416\n\x07 caf\udce9', keep=r'\n') == '\u0416\n\\x07 caf\\udce9'     # a sample
 
 
-def test_a_closed_stream_is_refused(tmp_path):
-    for stream in '0<&-', '1>&-', '2>&-':
-        command = f'{sys.executable} {ROOT}/train.py --stepz=1 {stream}'
-        done = subprocess.run(command, shell=True, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert done.stdout + done.stderr == (
-            'error: stdin, stdout or stderr is closed: redirect it to /dev/null\n')
+def test_what_is_printed_to_a_closed_stream_goes_into_no_file(tmp_path):
+    code = ("import sys, configurator; configurator.one_line_errors(); file = open('a', 'w')\n"
+            "print('out', flush=True); print('err', file=sys.stderr, flush=True)\n"
+            "file.write(repr(sys.stdin.read())); file.close()")
+    for closed, kept in ('0<&-', 'out\nerr\n'), ('1>&-', 'err\n'), ('2>&-', 'out\n'), ('0<&- 1>&- 2>&-', ''):
+        command = f'PYTHONPATH={ROOT} {sys.executable} -c "{code}" {closed}'
+        done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              cwd=tmp_path)
+        assert (done.returncode, done.stdout + done.stderr) == (0, kept)
+        assert (tmp_path / 'a').read_text() == "''"
 
 
 FULL = (    # a GPU's memory; torch's own error is another

@@ -114,7 +114,7 @@ def test_a_folder_without_a_step_is_refused_in_one_line(tmp_path):
     assert 'holds no training step yet' in refused('plot.py', 'loss', tmp_path)[1]
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "train/loss": "much"}\n')
     assert refused('plot.py', 'loss', tmp_path) == (
-        1, "error: train/loss of a log is no number: could not convert string to float: 'much'\n")
+        1, "train/loss of a log is no number: could not convert string to float: 'much'")
 
 
 def test_the_pictures_of_the_pages_have_their_scripts(tmp_path, here, one_run):
