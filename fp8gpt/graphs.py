@@ -13,6 +13,7 @@ import torch
 
 from configurator import first_line, say_in_run
 
+LEAST = 2**26       # bytes of free memory to capture with: with less, torch 2.11 may abort the process
 EAGER_STEPS = 2     # they compile, and make what stays: the optimizer's state, libraries' handles
 
 
@@ -109,6 +110,8 @@ class Replay:
             # split what was that of the logits: 14 GB more for GPT-2 124M with 144 sequences of 1,024 tokens
             outside = {p: torch.empty_like(p) for p in self.model.parameters()
                        if p.requires_grad and self.adds and not later}
+            if torch.cuda.mem_get_info()[0] < LEAST:
+                raise torch.OutOfMemoryError('less than 64 MB of its memory is free')
             self.graphs[later] = capture(micro_step, self.pool)
             self.gradients = [p.grad for p in self.model.parameters()]
             left, _ = torch.cuda.mem_get_info()

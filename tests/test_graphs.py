@@ -117,17 +117,18 @@ def test_a_capture_that_fails_is_ended(ended, monkeypatch):
 
 
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),
-            taken=60):
+            taken=60, free=100):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
-    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of 100
-    bytes, by graphs. In the midst, an evaluation."""
+    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of `free`
+    GB, by graphs. In the midst, an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
     model = wrap(model) if wrap else model
     captures = Captures(model, fails)
     monkeypatch.setattr(graphs, 'capture', captures)
     for name in ('empty_cache', 'graph_pool_handle'):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100 - taken * bool(replay.graphs), 141))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info',
+                        lambda: (1e9 * (free - taken * bool(replay.graphs)), 141e9))
 
     def forward_backward(x, y, examples, n_targets):
         loss = model(x, y, n_targets=n_targets, examples=examples)
@@ -187,6 +188,14 @@ def test_ddp_launches_the_micro_step_in_which_it_reduces(taken, captures, monkey
         assert same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize('free, taken, captures', [(0.06, 0, 0), (0.1, 0.05, 1), (0.1, 0.02, 2 + 2)])
+def test_a_full_gpu_captures_no_graph(free, taken, captures, monkeypatch):
+    expected, found = trained(monkeypatch, False), trained(monkeypatch, free=free, taken=taken)
+    assert (found[3], ['less than 64 MB' in line for line in found[2]]) == (captures, [True] * (captures < 2))
+    for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
+        assert same_bits(ours, theirs)
+
+
 @pytest.mark.parametrize('fails', [1, 2, 3, 4])
 def test_a_capture_that_fails_costs_no_step_and_is_said_once(fails, monkeypatch):
     expected, found = trained(monkeypatch, False), trained(monkeypatch, fails=[fails])
@@ -211,7 +220,7 @@ def test_gradients_lie_outside_of_the_memory_of_two_graphs(micro_steps, monkeypa
     monkeypatch.setattr(graphs, 'capture', lambda function, pool: (print, function()))
     for name in ('empty_cache', 'graph_pool_handle'):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100, 141))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100e9, 141e9))
     replay = graphs.Replay(forward_backward, model, True)
     inputs = torch.ones(2, 4), torch.ones(2), None, 2.0
     for _ in range(graphs.EAGER_STEPS):
@@ -240,7 +249,7 @@ def test_casts_of_a_capture_that_fails_are_not_read(monkeypatch):
         raise RuntimeError('operation not permitted when stream is capturing')
     monkeypatch.setattr(graphs, 'capture', refused)
     monkeypatch.setattr(torch.cuda, 'graph_pool_handle', lambda: None)
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100, 141))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (100e9, 141e9))
     replay = graphs.Replay(lambda x, y, examples, n: model(x, y, n_targets=n), model, True)
     replay.steps = graphs.EAGER_STEPS
     state.weight_cache.new_step(fp8.FEWEST)
