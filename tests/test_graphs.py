@@ -119,8 +119,8 @@ def test_a_capture_that_fails_is_ended(ended, monkeypatch):
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),
             taken=60, free=100):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
-    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of `free`
-    GB, by graphs. In the midst, an evaluation."""
+    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of so
+    many GB free, by graphs. In the midst, an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
     model = wrap(model) if wrap else model
     captures = Captures(model, fails)
