@@ -261,6 +261,7 @@ def save(best=False, must=False):
         'tokens': tokens_seen,
         'tokens_per_step': length.tokens_per_step,
         'hours': budget.hours,
+        'learning_rate': schedule.rate(step - 1),
         'skipped': int(skips[0]),
         'skipped_in_row': int(skips[2]),
         'best_val_loss': best_val_loss,

@@ -61,6 +61,14 @@ class Schedule:
         config['warmup_steps'] = self.warmup_steps = tenth
         return f'schedule  warmup_steps={tenth}, a tenth of the run, not {before}'
 
+    def jump(self, step, before):
+        """Return a line where the last rate before `step`, at which a run resumes, was that of another
+        schedule, else ''. before: that rate, or None."""
+        if before is None or any(abs(self.rate(each) - before) <= 0.02 * before for each in (step - 1, step)):
+            return ''
+        return (f'WARNING: the learning rate was {before:.2e} until now and is {self.rate(step):.2e} from '
+                'here on, by a schedule of another length or peak; lr_schedule=wsd goes on without a jump')
+
     @property
     def step_to_keep(self):
         """Return the last step before the decay of wsd, from which a longer run can go on; 0 for others."""

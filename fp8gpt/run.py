@@ -572,6 +572,9 @@ def resume_lines(run, length, n_windows):
     size = before.get('tokens_per_step')
     if size and size != length.tokens_per_step and not config['eval_only']:
         lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
+    if not config['eval_only'] and length.last_step != optim.OPEN:
+        schedule = optim.Schedule.of(config, length.last_step)
+        lines.append(schedule.jump(before['step'], before.get('learning_rate')))
     if before.get('measured_on') not in (None, run.measured_on):
         lines.append('the best loss begins anew: that of before is of other data, block_size or eval_tokens')
     part = before['position'] % n_windows / n_windows
