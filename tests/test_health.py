@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -332,9 +331,9 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
         return dataclasses.replace(choice, kernels='inductor'), ['speed']
     monkeypatch.setattr(health, 'self_check', self_check)
     monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: found)
-    monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    monkeypatch.setattr(backends.Native, 'lacks', lambda *_: None)
     monkeypatch.setattr(backends.Native, 'forget', lambda *_: given.append('forgotten'))
-    monkeypatch.setattr(backends.TransformerEngine, 'check', mock.Mock(side_effect=DeviceError('no te')))
+    monkeypatch.setattr(backends.TransformerEngine, 'lacks', lambda *_: 'no te')
     run.device = torch.device('cuda')
     choice, lines = selfcheck.choose_precision(run)
     assert (choice.backend, choice.instead, lines) == ('native', ', not te: no te', ['speed'])
@@ -370,7 +369,7 @@ def test_the_self_checks_models_are_gone_when_the_runs_own_is_built(monkeypatch)
         return choice, []
     monkeypatch.setattr(health, 'self_check', self_check)
     monkeypatch.setattr(selfcheck, 'sample_of', lambda *_: None)
-    monkeypatch.setattr(backends.Native, 'check', lambda *_: None)
+    monkeypatch.setattr(backends.Native, 'lacks', lambda *_: None)
     run.device = torch.device('cuda')
     run.compiled = True
     gc.disable()

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, TRITON_SERVES, Backend, triton_serves
 from .linear import (  # noqa: F401
-    ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE,
+    ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSORS, WEIGHT, WEIGHT_CACHE,
     DeviceError, Fp8Linear, OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
@@ -167,21 +167,15 @@ def choose(options, place):
     problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
     for recipe, name in itertools.product([wanted, *others], backends):
         choice = Choice.of(replace(options, recipe=recipe), name, place)
-        try:
-            if request and place.device.type != 'cuda':
-                raise DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
-                                  '--fp8_backend=native asks for that by name')
-            check_choice(choice, place)
-            BACKENDS[name].check(choice, place.device)
+        problem = problems[recipe, name] = problem_of(choice, place, request)
+        if problem is None:
             break
-        except (OptionError, DeviceError) as error:
-            problems[recipe, name] = error
     else:
         problem = problems[recipe, telling]
         if options.orders:
             raise type(problem)(f'{options.orders}: {problem}')
         return replace(OFF, reason=str(problem))
-    missed = {first: problems.get((recipe, first)), wanted: recipe != wanted and problems[wanted, telling]}
+    missed = {first: problems[recipe, first], wanted: recipe != wanted and problems[wanted, telling]}
     instead = ''.join(f', not {what}: {why}' for what, why in missed.items() if why)
     ordered = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
     return replace(choice, reason='auto' if request else ordered, instead=instead)
@@ -216,52 +210,45 @@ def check_options(options):
                           'leave one of them out')
 
 
-def check_choice(choice, place):
-    """Raise OptionError, or DeviceError of the device, with the first reason why a choice does not run at
-    this place, as far as Backend.takes and the settings say; Backend.check asks the machine."""
-    name, recipe, device = choice.backend, choice.recipe, place.device.type
-    multiple, in_bf16 = RECIPES[recipe].multiple, [why_bf16(choice, *linear) for linear in place.linears]
-    by_triton = choice.kernels == 'triton'
-    rules = {
-        f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16':
-            place.dtype != torch.bfloat16 and device != 'cpu',
-        f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}': place.tokens % multiple,
-        f'no linear of this model can be in FP8: {[*in_bf16, None][0]}': in_bf16 and None not in in_bf16,
-        'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp':
-            choice.options.lora_rank and choice.options.sharded,
-        f'fp8_kernels=triton {TRITON_SERVES}: leave it out': by_triton and not triton_serves(choice),
+def problem_of(choice, place, request):
+    """Return why a choice does not run at this place: an OptionError, or a DeviceError where the machine
+    lacks something; None if it runs. request: whether `auto` tries its backend."""
+    backend, device = choice.implementation, place.device.type
+    if request and device != 'cuda':
+        return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
+                           '--fp8_backend=native asks for that by name')
+    problem, refused = misfit(choice, place), backend.refuses(choice)
+    if problem:
+        return OptionError(problem)
+    if refused or device not in backend.devices:
+        others = ' or '.join(name for name, other in BACKENDS.items() if device in other.devices
+                             and not (refused and other.refuses(choice)))
+        what = refused or f'device={device}, only {", ".join(backend.devices)}'
+        hint = f'; --fp8_backend={others}' if others else ''
+        return (OptionError if refused else DeviceError)(f'{choice.backend} does not take {what}{hint}')
+    lacking = backend.lacks(choice, place.device)
+    return DeviceError(lacking) if lacking else None
+
+
+def misfit(choice, place):
+    """Return why a choice fits no backend at this place, a clause, or None if it may fit one."""
+    recipe, options = RECIPES[choice.recipe], choice.options
+    in_bf16 = [why_bf16(choice, *linear) for linear in place.linears]
+    if place.dtype != torch.bfloat16 and place.device.type != 'cpu':
+        return f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16'
+    if place.tokens % recipe.multiple:
+        return f'batch_size x block_size = {place.tokens} is not a multiple of {recipe.multiple}'
+    if in_bf16 and all(in_bf16):
+        return f'no linear of this model can be in FP8: {in_bf16[0]}'
+    if options.lora_rank and options.sharded:
+        return 'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp'
+    if choice.kernels == 'triton':
+        return None if triton_serves(choice) else f'fp8_kernels=triton {TRITON_SERVES}: leave it out'
+    if recipe.delayed and choice.backend == 'native' and place.compiles_for_cuda:
         # as tests/test_kernels.py counts
-        'torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
-        f'fp8_kernels=triton, which {TRITON_SERVES}':
-            RECIPES[recipe].delayed and name == 'native' and place.compiles_for_cuda and not by_triton,
-    }
-    for why, wrong in rules.items():
-        if wrong:
-            raise OptionError(why)
-    usual, asked = ({**vars(each.options), **vars(each)} for each in (OFF, choice))
-    asked['device'] = device
-    for field, allowed in BACKENDS[name].takes.items():
-        value = asked[field]
-        key = value if isinstance(value, str) else recipe
-        if key not in allowed and value != usual.get(field):
-            others = ' or '.join(other for other, backend in BACKENDS.items()
-                                 if key in backend.takes[field] and device in backend.takes['device'])
-            error = DeviceError if field == 'device' else OptionError
-            raise error(f'{name} does not take {field}={value}' + f' with {recipe}' * (key != value)
-                        + f', only {", ".join(allowed)}' * bool(allowed)
-                        + f'; --fp8_backend={others}' * bool(others))
-
-
-TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank and sharding'
-
-
-def triton_serves(choice):
-    """Return whether our Triton kernels serve a choice: they scale whole tensors, cast both ways in one
-    format, cache whole weights, and have no blocks with adapters."""
-    recipe = RECIPES[choice.recipe]
-    return (choice.backend == 'native' and choice.format != 'e5m2'
-            and not (choice.options.lora_rank or choice.options.sharded)
-            and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
+        return ('torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
+                f'fp8_kernels=triton, which {TRITON_SERVES}')
+    return None
 
 
 def why_bf16(choice, name, in_features, out_features):
