@@ -62,10 +62,9 @@ class Options:
     @classmethod
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them."""
-        settings = {name.removeprefix('fp8_'): value for name, value in settings.items()}
-        values = {name: settings.get(name, usual) for name, usual in vars(cls()).items()}
-        keep = (name.strip() for name in settings.get('keep', '').split(','))
-        return cls(**{**values, 'keep': tuple(filter(None, keep))})
+        given = {name.removeprefix('fp8_'): value for name, value in settings.items()}
+        given['keep'] = tuple(filter(None, map(str.strip, given.get('keep', '').split(','))))
+        return cls(**{name: given[name] for name in vars(cls()) if name in given})
 
     @property
     def orders(self):
@@ -182,16 +181,9 @@ def choose(options, place):
 
 
 def check_options(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, for values of another
-    type, for numbers out of range, and for settings that contradict each other."""
-    if not (isinstance(options.keep, tuple) and all(isinstance(name, str) for name in options.keep)):
-        raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
-    for field in fields(Options):
-        value = getattr(options, field.name)
-        as_good = type(value) is field.type or field.type is float and type(value) is int
-        if not as_good and field.type is not str:   # a str is one of those below
-            raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    known = {
+    """Raise OptionError for values of another type, for a backend, recipe, format or kernels that do not
+    exist, for numbers out of range, and for settings that contradict each other."""
+    allowed = {
         'backend': ('auto', FIRST + 'te', *BACKENDS, 'off'),
         'recipe': ('auto', FIRST + 'mxfp8', *RECIPES),
         'format': ('auto', *FORMATS),
@@ -200,11 +192,16 @@ def check_options(options):
         'interval': range(1, 2**31),
         'amax_history': range(1, 2**31),
     }
-    for name, allowed in known.items():
-        value, numbers = getattr(options, name), isinstance(allowed, range)
-        if value not in allowed:
-            choices = f'from {allowed[0]} to {allowed[-1]}' if numbers else f'one of {", ".join(allowed)}'
+    for field in fields(Options):
+        name, value, taken = field.name, getattr(options, field.name), allowed.get(field.name)
+        if type(value) is not field.type and (field.type, type(value)) != (float, int):
+            raise OptionError(f'{name} is of type {field.type.__name__}, not {value!r}')
+        if taken and value not in taken:
+            numbers = isinstance(taken, range)
+            choices = f'from {taken[0]} to {taken[-1]}' if numbers else f'one of {", ".join(taken)}'
             raise OptionError(f'fp8_{name} is {choices}, not {value!r}')
+    if not all(isinstance(name, str) for name in options.keep):
+        raise OptionError(f'keep is a tuple of names, not {options.keep!r}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
@@ -310,34 +307,33 @@ def convert(model, choice):
     """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
     matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
-    and no linear can be in FP8, for lazy layers, and for a model whose linears a backend has replaced."""
-    if any(map(nn.parameter.is_lazy, model.parameters())):
-        raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
+    and no linear can be in FP8, and for a model whose linears a backend has replaced; torch, ValueError for
+    lazy layers."""
     if not isinstance(choice, Choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     outputs = output_layers(model)
     adopt = getattr(choice.implementation, 'adopt', None)
-    names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
+    ids = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             named = HEAD if name in outputs else name
             reason = (why_bf16(choice, named, module.in_features, module.out_features)
-                      or why_not_converted(module, name, None if adopt else names))
+                      or why_not_converted(module) or not adopt and why_not_replaced(module, name, ids))
         elif matrices(module):
             reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         else:
             continue
-        if reason is None and adopt:
+        if not reason and adopt:
             adopt(choice, module)
-        elif reason is None:
+        elif not reason:
             with torch.random.fork_rng():       # its first weights go at once
                 new = make_linear(choice, module.in_features, module.out_features, module.bias is not None)
             new = new.to(module.weight.device).train(module.training)
             new._parameters |= module._parameters
             model.set_submodule(name, new)
             module = new
-        module.bf16_reason = reason
+        module.bf16_reason = reason or None
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
 
@@ -361,20 +357,23 @@ def make_plain(model):
         del module.bf16_reason
 
 
-def why_not_converted(module, name, names=None):
-    """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause. names: where another
-    module is to take its place, the id of the module behind each name of the model."""
+def why_not_converted(module):
+    """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause."""
     taken = [added for added in ADDED if hasattr(module, added)]
     if taken:
         return f'it has an attribute called {taken[0]!r} already'
     if 'forward' in vars(module):       # accelerate's, of weights that are elsewhere
         return 'its forward method was replaced'
-    if not module.weight.is_floating_point():
-        return f'its weight is {module.weight.dtype}'
-    hooks = any(value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key)
-    if names and (not name or names.count(id(module)) > 1):
+    return None if module.weight.is_floating_point() else f'its weight is {module.weight.dtype}'
+
+
+def why_not_replaced(module, name, ids):
+    """Return None if another module can take an nn.Linear's place, else what forbids it, a clause. ids: of
+    the module behind each name of the model."""
+    if not name or ids.count(id(module)) > 1:
         return 'the model has it under several names, or is the linear itself'
-    if names and (hooks or 'weight' not in module._parameters):
+    if 'weight' not in module._parameters or any(
+            value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key):
         return 'it has hooks, or a weight that is no parameter'
     return None
 
@@ -494,7 +493,7 @@ class WeightCache:
         self.linears = []
         self.te = [module for module in model.modules() if 'cast_of' in vars(type(module))]
         for linear in model.modules():
-            if has_weight(linear):
+            if isinstance(linear, Fp8Linear) and linear.has_whole_weight():
                 if linear.weight.requires_grad or not drop:
                     self.linears.append(linear)
                 else:
@@ -524,16 +523,9 @@ class WeightCache:
         if (self.caching and not mode.paused and not torch.compiler.is_compiling()
                 and not torch.is_inference_mode_enabled()):
             for linear in self.linears:
-                if has_weight(linear) and not linear.is_cast():
+                if linear.has_whole_weight() and not linear.is_cast():
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
                     update_amax(linear.amax, weight=cast_weight(linear, scale))
-
-
-def has_weight(module):
-    """Return whether it is an Fp8Linear with all of its weight, which no ranks share, no hook makes and no
-    quantiser has replaced."""
-    weight = module._parameters.get('weight') if isinstance(module, Fp8Linear) else None
-    return weight is not None and not weight.is_inference() and not hasattr(weight, '__tensor_flatten__')
 
 
 def cast_weight(linear, scale=None):

@@ -91,18 +91,18 @@ def in_one_line(error):
 def machine_lacks(backend, choice, device):
     """Return why a choice does not run: this GPU is too old for its recipe, or a trial fails. None: it runs.
     """
-    recipe, name = RECIPES[choice.recipe], choice.recipe
+    name, recipe, capability = choice.recipe, RECIPES[choice.recipe], (0, 0)
     if device.type == 'cuda':
-        found = torch.cuda.get_device_capability(device)
-        if found < recipe.capability:
-            needed, found = (f'sm_{major}{minor}' for major, minor in (recipe.capability, found))
+        capability = torch.cuda.get_device_capability(device)
+        if capability < recipe.capability:
+            needed, found = (f'sm_{major}{minor}' for major, minor in (recipe.capability, capability))
             return (f'the recipe {name} needs a GPU of {needed} or later; '
                     f'{torch.cuda.get_device_name(device)} is {found}: --no_fp8 trains in bf16, '
                     '--device=cpu emulates FP8')
     failed = trial(backend, choice, device)
     if not failed:
         return None
-    if device.type == 'cuda' and recipe.activation == ROW and found[0] == 12:
+    if recipe.activation == ROW and capability[0] == 12:
         failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
     if choice.format != recipe.format:  # cuBLAS multiplies blocks of e5m2 on no GPU
         failed += f'; --fp8_format={recipe.format} is what {name} is made for'
@@ -137,18 +137,17 @@ class Emulate(Backend):
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
-        linear = nn.Linear(in_features, out_features, bias)
-        self.adopt(choice, linear)
-        return linear
+        return self.adopt(choice, nn.Linear(in_features, out_features, bias))
 
     def adopt(self, choice, linear):
-        """Make an nn.Linear an FP8 linear: hooks, other names and parameters stay as they are."""
+        """Make an nn.Linear an FP8 linear, and return it: hooks, other names and parameters stay."""
         made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.options.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
         linear.__class__ = made
         linear.start(Arithmetic(kinds, self.mm), choice.about)
+        return linear
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
