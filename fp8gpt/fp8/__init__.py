@@ -1,7 +1,12 @@
 """Gives FP8 for training: which backend runs, models with FP8 linears, and the state between steps.
 
 The arithmetic is in linear.py, the backends in backends.py. Master weights, embeddings and norms are not in
-FP8, and the output head only on request.
+FP8, and the output head only on request. Where to read:
+
+    choosing      Options, Place and Choice; `choose`, and who refuses: `problem_of`, `misfit`, `why_bf16`
+    converting    `linear_factory` for our GPT, `convert` for other models; `reasons` and `summary` report it
+    caching       `WeightCache`: a weight is cast once per optimizer step
+    state         `State`: calibration, `after_step` with new scales, and what a checkpoint keeps
 
 On a model of one's own:
     place = fp8.Place(device, tokens=batch_size * sequence_length)     # with compiling=True: torch.compile's
@@ -36,7 +41,7 @@ FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this on
 AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
 
-# -------------------------------------------------------------------------------------- which FP8 is to run
+# ----------------------------------------------------------------------------------- choosing: which FP8 runs
 
 @dataclass(frozen=True)
 class Options:
@@ -276,7 +281,7 @@ def matches(name, pattern):
     return fnmatch.fnmatchcase(name, pattern) or f'.{pattern}.' in f'.{name}.'
 
 
-# ------------------------------------------------------------------------------------ models with FP8 linears
+# ------------------------------------------------------------------------ converting: models with FP8 linears
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
@@ -341,20 +346,20 @@ def convert(model, choice):
 def make_plain(model):
     """Undo convert. Raises OptionError, with the model as it was, where a backend has replaced linears, or
     linear_factory made them."""
-    done = [module for module in model.modules() if hasattr(module, 'bf16_reason')]
-    for module in done:
-        # by convert, and since then neither sharded, parametrized nor wrapped by an offloading library
+    linears = fp8_linears(model).values()
+    for module in linears:
+        # convert made it, and since then it was not sharded, parametrized or wrapped by an offloading library
         own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
-        if module.bf16_reason is None and (not own or module.weight is None):
+        if not own or module.weight is None:
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
-    for module in model.modules():      # a State may be that of a part
+    for module in model.modules():
+        vars(module).pop('bf16_reason', None)
+        # a State may be that of a part
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, '__self__', None), WeightCache):
                 del module._forward_pre_hooks[key]
-    for module in done:
-        if module.bf16_reason is None:
-            module.stop()
-        del module.bf16_reason
+    for module in linears:
+        module.stop()
 
 
 def why_not_converted(module):
@@ -466,7 +471,7 @@ def summary(model, choice):
     return line
 
 
-# --------------------------------------------------------------------------------------- between the steps
+# ---------------------------------------------------------------------- caching: a weight is cast once a step
 
 FEWEST = 4      # micro-steps of a step from which caching pays: the eager cast moves more bytes
 
@@ -567,6 +572,8 @@ def no_trace(model):
                     tensor.copy_(before)
 
 
+# ------------------------------------------------------------------------ state: what FP8 keeps between steps
+
 class State:
     """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
     Until its first amax, a weight that starts at zero, or an expert without a token, takes the scale of the
@@ -588,10 +595,9 @@ class State:
             if getattr(module, 'about', choice.about) != choice.about:  # te's and torchao's say nothing
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
-        linears = linears if RECIPES[choice.recipe].delayed else {}
-        self.needs_calibration = bool(linears)
-        # Transformer Engine's linears keep their own histories
-        self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
+        self.needs_calibration = RECIPES[choice.recipe].delayed and bool(linears)
+        # Transformer Engine's linears keep their own histories; other recipes have none
+        self.layers = {name: m for name, m in linears.items() if getattr(m, 'amax', None) is not None}
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
                 layer.start(layer.arithmetic, layer.about)
