@@ -134,12 +134,11 @@ def test_options_are_read_from_settings_and_a_recipe_brings_its_format():
 
 def test_missing_packages_name_the_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.float8', None)
-    with pytest.raises(DeviceError, match='pip install torchao'):
-        on_a_cpu('torchao', 'tensorwise')
     monkeypatch.setitem(sys.modules, 'transformer_engine', None)
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: (9, 0))
-    with pytest.raises(DeviceError, match='pip install --no-build-isolation -r requirements-te.txt'):
-        choose(Options(backend='te'), CUDA)
+    for backend, place, line in (('torchao', HERE, 'pip install torchao'), (
+            'te', CUDA, 'pip install --no-build-isolation -r requirements-te.txt')):
+        with pytest.raises(DeviceError, match=line):
+            choose(Options(backend=backend), place)
 
 
 @pytest.fixture
