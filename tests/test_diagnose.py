@@ -30,15 +30,13 @@ def test_which_layers_of_a_checkpoint_fp8_covers(one_run, tmp_path):
 
 
 def test_one_figure_decides():
-    fine = {'format': 'e4m3', 'amax': 1.0, 'saturated': 0.0, 'flushed': 0.0, 'sqnr_db': 31.0}
-    verdicts = {
-        'fine': [{}, {'sqnr_db': 21.6}, {'sqnr_db': 21.4, 'format': 'e5m2'}, {'flushed': 0.09},
-                 {'saturated': 0.009}, {'amax': 0.0, 'sqnr_db': math.inf}],
-        'bad': [{'sqnr_db': 21.4}, {'flushed': 0.11}, {'saturated': 0.02}, {'amax': math.inf},
-                {'sqnr_db': math.nan}]}
-    wrong = [figures for verdict, rows in verdicts.items() for figures in rows
-             if health.judge({**fine, **figures})['verdict'] != verdict]
-    assert wrong == []
+    fine = {'dtype': torch.float8_e4m3fn, 'saturated': 0.0, 'flushed': 0.0, 'sqnr_db': 31.0}
+    for off, rows in (
+            (False, [{}, {'sqnr_db': 21.6}, {'sqnr_db': 21.4, 'dtype': torch.float8_e5m2}, {'flushed': 0.09},
+                     {'saturated': 0.009}, {'sqnr_db': math.inf}]),
+            (True, [{'sqnr_db': 21.4}, {'flushed': 0.11}, {'saturated': 0.02}, {'sqnr_db': math.nan}])):
+        wrong = [figures for figures in rows if (health.badness({**fine, **figures}) > 1) != off]
+        assert wrong == []
 
 
 H100, A100 = 'NVIDIA H100 80GB HBM3', 'NVIDIA A100-SXM4-80GB'

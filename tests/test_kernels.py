@@ -26,7 +26,7 @@ def counted(**asked):
 def test_bytes_of_a_block_are_those_known(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4%, and three launches, between torch 2.11
     and 2.13. Tensorwise stores no FP8 byte by byte: torch.compile's casts for delayed scaling do from torch
-    2.13 on, transposed, which no count of bytes shows, so fp8.check_choice refuses them."""
+    2.13 on, transposed, which no count of bytes shows, so fp8.misfit refuses them."""
     sequences, inductor = 32, INDUCTOR in choices
     rows = counted(preset=preset, sequences=sequences, choices=choices, ptx=inductor)
     assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)

@@ -1,7 +1,12 @@
 """Gives FP8 for training: which backend runs, models with FP8 linears, and the state between steps.
 
 The arithmetic is in linear.py, the backends in backends.py. Master weights, embeddings and norms are not in
-FP8, and the output head only on request.
+FP8, and the output head only on request. Where to read:
+
+    choosing      Options, Place and Choice; `choose`, and who refuses: `problem_of`, `misfit`, `why_bf16`
+    converting    `linear_factory` for our GPT, `convert` for other models; `reasons` and `summary` report it
+    caching       `WeightCache`: a weight is cast once per optimizer step
+    state         `State`: calibration, `after_step` with new scales, and what a checkpoint keeps
 
 On a model of one's own:
     place = fp8.Place(device, tokens=batch_size * sequence_length)     # with compiling=True: torch.compile's
@@ -23,9 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, TRITON_SERVES, Backend, triton_serves
 from .linear import (  # noqa: F401
-    ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSOR, TENSORS, WEIGHT, WEIGHT_CACHE,
+    ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSORS, WEIGHT, WEIGHT_CACHE,
     DeviceError, Fp8Linear, OptionError, mode, paused, set_mode, update_amax)
 
 HEAD = 'lm_head'
@@ -36,7 +41,7 @@ FIRST = 'auto:'     # before the name of a backend or recipe: auto tries this on
 AUTO = 'native', 'te', 'torchao'    # the backends that auto tries
 
 
-# -------------------------------------------------------------------------------------- which FP8 is to run
+# ----------------------------------------------------------------------------------- choosing: which FP8 runs
 
 @dataclass(frozen=True)
 class Options:
@@ -62,10 +67,9 @@ class Options:
     @classmethod
     def of(cls, settings):
         """Return the Options in a script's settings, a dict, as far as it has them."""
-        settings = {name.removeprefix('fp8_'): value for name, value in settings.items()}
-        values = {name: settings.get(name, usual) for name, usual in vars(cls()).items()}
-        keep = (name.strip() for name in settings.get('keep', '').split(','))
-        return cls(**{**values, 'keep': tuple(filter(None, keep))})
+        given = {name.removeprefix('fp8_'): value for name, value in settings.items()}
+        given['keep'] = tuple(filter(None, map(str.strip, given.get('keep', '').split(','))))
+        return cls(**{name: given[name] for name in vars(cls()) if name in given})
 
     @property
     def orders(self):
@@ -167,37 +171,24 @@ def choose(options, place):
     problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
     for recipe, name in itertools.product([wanted, *others], backends):
         choice = Choice.of(replace(options, recipe=recipe), name, place)
-        try:
-            if request and place.device.type != 'cuda':
-                raise DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
-                                  '--fp8_backend=native asks for that by name')
-            check_choice(choice, place)
-            BACKENDS[name].check(choice, place.device)
+        problem = problems[recipe, name] = problem_of(choice, place, request)
+        if problem is None:
             break
-        except (OptionError, DeviceError) as error:
-            problems[recipe, name] = error
     else:
         problem = problems[recipe, telling]
         if options.orders:
             raise type(problem)(f'{options.orders}: {problem}')
         return replace(OFF, reason=str(problem))
-    missed = {first: problems.get((recipe, first)), wanted: recipe != wanted and problems[wanted, telling]}
+    missed = {first: problems[recipe, first], wanted: recipe != wanted and problems[wanted, telling]}
     instead = ''.join(f', not {what}: {why}' for what, why in missed.items() if why)
     ordered = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
     return replace(choice, reason='auto' if request else ordered, instead=instead)
 
 
 def check_options(options):
-    """Raise OptionError for a backend, recipe, format or kernels that do not exist, for values of another
-    type, for numbers out of range, and for settings that contradict each other."""
-    if not (isinstance(options.keep, tuple) and all(isinstance(name, str) for name in options.keep)):
-        raise OptionError(f"keep is a tuple of names, as in Options(keep=('lm_head',)), not {options.keep!r}")
-    for field in fields(Options):
-        value = getattr(options, field.name)
-        as_good = type(value) is field.type or field.type is float and type(value) is int
-        if not as_good and field.type is not str:   # a str is one of those below
-            raise OptionError(f'{field.name} is of type {field.type.__name__}, not {value!r}')
-    known = {
+    """Raise OptionError for values of another type, for a backend, recipe, format or kernels that do not
+    exist, for numbers out of range, and for settings that contradict each other."""
+    allowed = {
         'backend': ('auto', FIRST + 'te', *BACKENDS, 'off'),
         'recipe': ('auto', FIRST + 'mxfp8', *RECIPES),
         'format': ('auto', *FORMATS),
@@ -206,62 +197,60 @@ def check_options(options):
         'interval': range(1, 2**31),
         'amax_history': range(1, 2**31),
     }
-    for name, allowed in known.items():
-        value, numbers = getattr(options, name), isinstance(allowed, range)
-        if value not in allowed:
-            choices = f'from {allowed[0]} to {allowed[-1]}' if numbers else f'one of {", ".join(allowed)}'
+    for field in fields(Options):
+        name, value, taken = field.name, getattr(options, field.name), allowed.get(field.name)
+        if type(value) is not field.type and (field.type, type(value)) != (float, int):
+            raise OptionError(f'{name} is of type {field.type.__name__}, not {value!r}')
+        if taken and value not in taken:
+            numbers = isinstance(taken, range)
+            choices = f'from {taken[0]} to {taken[-1]}' if numbers else f'one of {", ".join(taken)}'
             raise OptionError(f'fp8_{name} is {choices}, not {value!r}')
+    if not all(isinstance(name, str) for name in options.keep):
+        raise OptionError(f'keep is a tuple of names, not {options.keep!r}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
 
 
-def check_choice(choice, place):
-    """Raise OptionError, or DeviceError of the device, with the first reason why a choice does not run at
-    this place, as far as Backend.takes and the settings say; Backend.check asks the machine."""
-    name, recipe, device = choice.backend, choice.recipe, place.device.type
-    multiple, in_bf16 = RECIPES[recipe].multiple, [why_bf16(choice, *linear) for linear in place.linears]
-    by_triton = choice.kernels == 'triton'
-    rules = {
-        f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16':
-            place.dtype != torch.bfloat16 and device != 'cpu',
-        f'batch_size x block_size = {place.tokens} is not a multiple of {multiple}': place.tokens % multiple,
-        f'no linear of this model can be in FP8: {[*in_bf16, None][0]}': in_bf16 and None not in in_bf16,
-        'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp':
-            choice.options.lora_rank and choice.options.sharded,
-        f'fp8_kernels=triton {TRITON_SERVES}: leave it out': by_triton and not triton_serves(choice),
+def problem_of(choice, place, request):
+    """Return why a choice does not run at this place: an OptionError, or a DeviceError where the machine
+    lacks something; None if it runs. request: whether `auto` tries its backend."""
+    backend, device = choice.implementation, place.device.type
+    if request and device != 'cuda':
+        return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
+                           '--fp8_backend=native asks for that by name')
+    problem, refused = misfit(choice, place), backend.refuses(choice)
+    if problem:
+        return OptionError(problem)
+    if refused or device not in backend.devices:
+        others = ' or '.join(name for name, other in BACKENDS.items() if device in other.devices
+                             and not (refused and other.refuses(choice)))
+        what = refused or f'device={device}, only {", ".join(backend.devices)}'
+        hint = f'; --fp8_backend={others}' if others else ''
+        return (OptionError if refused else DeviceError)(f'{choice.backend} does not take {what}{hint}')
+    lacking = backend.lacks(choice, place.device)
+    return DeviceError(lacking) if lacking else None
+
+
+def misfit(choice, place):
+    """Return why a choice fits no backend at this place, a clause, or None if it may fit one."""
+    recipe, options = RECIPES[choice.recipe], choice.options
+    in_bf16 = [why_bf16(choice, *linear) for linear in place.linears]
+    if place.dtype != torch.bfloat16 and place.device.type != 'cpu':
+        return f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16'
+    if place.tokens % recipe.multiple:
+        return f'batch_size x block_size = {place.tokens} is not a multiple of {recipe.multiple}'
+    if in_bf16 and all(in_bf16):
+        return f'no linear of this model can be in FP8: {in_bf16[0]}'
+    if options.lora_rank and options.sharded:
+        return 'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp'
+    if choice.kernels == 'triton':
+        return None if triton_serves(choice) else f'fp8_kernels=triton {TRITON_SERVES}: leave it out'
+    if recipe.delayed and choice.backend == 'native' and place.compiles_for_cuda:
         # as tests/test_kernels.py counts
-        'torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
-        f'fp8_kernels=triton, which {TRITON_SERVES}':
-            RECIPES[recipe].delayed and name == 'native' and place.compiles_for_cuda and not by_triton,
-    }
-    for why, wrong in rules.items():
-        if wrong:
-            raise OptionError(why)
-    usual, asked = ({**vars(each.options), **vars(each)} for each in (OFF, choice))
-    asked['device'] = device
-    for field, allowed in BACKENDS[name].takes.items():
-        value = asked[field]
-        key = value if isinstance(value, str) else recipe
-        if key not in allowed and value != usual.get(field):
-            others = ' or '.join(other for other, backend in BACKENDS.items()
-                                 if key in backend.takes[field] and device in backend.takes['device'])
-            error = DeviceError if field == 'device' else OptionError
-            raise error(f'{name} does not take {field}={value}' + f' with {recipe}' * (key != value)
-                        + f', only {", ".join(allowed)}' * bool(allowed)
-                        + f'; --fp8_backend={others}' * bool(others))
-
-
-TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank and sharding'
-
-
-def triton_serves(choice):
-    """Return whether our Triton kernels serve a choice: they scale whole tensors, cast both ways in one
-    format, cache whole weights, and have no blocks with adapters."""
-    recipe = RECIPES[choice.recipe]
-    return (choice.backend == 'native' and choice.format != 'e5m2'
-            and not (choice.options.lora_rank or choice.options.sharded)
-            and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
+        return ('torch.compile stores the casts of delayed scaling byte by byte: --fp8_recipe=tensorwise, or '
+                f'fp8_kernels=triton, which {TRITON_SERVES}')
+    return None
 
 
 def why_bf16(choice, name, in_features, out_features):
@@ -292,7 +281,7 @@ def matches(name, pattern):
     return fnmatch.fnmatchcase(name, pattern) or f'.{pattern}.' in f'.{name}.'
 
 
-# ------------------------------------------------------------------------------------ models with FP8 linears
+# ------------------------------------------------------------------------ converting: models with FP8 linears
 
 def make_linear(choice, in_features, out_features, bias=True):
     """Return an FP8 linear of the chosen backend and recipe."""
@@ -323,34 +312,33 @@ def convert(model, choice):
     """Make a model's nn.Linears FP8 linears, in place: parameters, hooks and other names stay. Modules with a
     matrix that stay in bf16, such as the output layer and transformers' Conv1Ds, get a `bf16_reason`. A model
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
-    and no linear can be in FP8, for lazy layers, and for a model whose linears a backend has replaced."""
-    if any(map(nn.parameter.is_lazy, model.parameters())):
-        raise OptionError('the model has lazy layers, of unknown size: run one batch through it first')
+    and no linear can be in FP8, and for a model whose linears a backend has replaced; torch, ValueError for
+    lazy layers."""
     if not isinstance(choice, Choice):
         raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     outputs = output_layers(model)
     adopt = getattr(choice.implementation, 'adopt', None)
-    names = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
+    ids = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             named = HEAD if name in outputs else name
             reason = (why_bf16(choice, named, module.in_features, module.out_features)
-                      or why_not_converted(module, name, None if adopt else names))
+                      or why_not_converted(module) or not adopt and why_not_replaced(module, name, ids))
         elif matrices(module):
             reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
         else:
             continue
-        if reason is None and adopt:
+        if not reason and adopt:
             adopt(choice, module)
-        elif reason is None:
+        elif not reason:
             with torch.random.fork_rng():       # its first weights go at once
                 new = make_linear(choice, module.in_features, module.out_features, module.bias is not None)
             new = new.to(module.weight.device).train(module.training)
             new._parameters |= module._parameters
             model.set_submodule(name, new)
             module = new
-        module.bf16_reason = reason
+        module.bf16_reason = reason or None
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
 
@@ -358,36 +346,39 @@ def convert(model, choice):
 def make_plain(model):
     """Undo convert. Raises OptionError, with the model as it was, where a backend has replaced linears, or
     linear_factory made them."""
-    done = [module for module in model.modules() if hasattr(module, 'bf16_reason')]
-    for module in done:
-        # by convert, and since then neither sharded, parametrized nor wrapped by an offloading library
+    linears = fp8_linears(model).values()
+    for module in linears:
+        # convert made it, and since then it was not sharded, parametrized or wrapped by an offloading library
         own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
-        if module.bf16_reason is None and (not own or module.weight is None):
+        if not own or module.weight is None:
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
-    for module in model.modules():      # a State may be that of a part
+    for module in model.modules():
+        vars(module).pop('bf16_reason', None)
+        # a State may be that of a part
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, '__self__', None), WeightCache):
                 del module._forward_pre_hooks[key]
-    for module in done:
-        if module.bf16_reason is None:
-            module.stop()
-        del module.bf16_reason
+    for module in linears:
+        module.stop()
 
 
-def why_not_converted(module, name, names=None):
-    """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause. names: where another
-    module is to take its place, the id of the module behind each name of the model."""
+def why_not_converted(module):
+    """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause."""
     taken = [added for added in ADDED if hasattr(module, added)]
     if taken:
         return f'it has an attribute called {taken[0]!r} already'
     if 'forward' in vars(module):       # accelerate's, of weights that are elsewhere
         return 'its forward method was replaced'
-    if not module.weight.is_floating_point():
-        return f'its weight is {module.weight.dtype}'
-    hooks = any(value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key)
-    if names and (not name or names.count(id(module)) > 1):
+    return None if module.weight.is_floating_point() else f'its weight is {module.weight.dtype}'
+
+
+def why_not_replaced(module, name, ids):
+    """Return None if another module can take an nn.Linear's place, else what forbids it, a clause. ids: of
+    the module behind each name of the model."""
+    if not name or ids.count(id(module)) > 1:
         return 'the model has it under several names, or is the linear itself'
-    if names and (hooks or 'weight' not in module._parameters):
+    if 'weight' not in module._parameters or any(
+            value for key, value in vars(module).items() if 'hooks' in key and 'state_dict' not in key):
         return 'it has hooks, or a weight that is no parameter'
     return None
 
@@ -480,7 +471,7 @@ def summary(model, choice):
     return line
 
 
-# --------------------------------------------------------------------------------------- between the steps
+# ---------------------------------------------------------------------- caching: a weight is cast once a step
 
 FEWEST = 4      # micro-steps of a step from which caching pays: the eager cast moves more bytes
 
@@ -507,7 +498,7 @@ class WeightCache:
         self.linears = []
         self.te = [module for module in model.modules() if 'cast_of' in vars(type(module))]
         for linear in model.modules():
-            if has_weight(linear):
+            if isinstance(linear, Fp8Linear) and linear.has_whole_weight():
                 if linear.weight.requires_grad or not drop:
                     self.linears.append(linear)
                 else:
@@ -537,16 +528,9 @@ class WeightCache:
         if (self.caching and not mode.paused and not torch.compiler.is_compiling()
                 and not torch.is_inference_mode_enabled()):
             for linear in self.linears:
-                if has_weight(linear) and not linear.is_cast():
+                if linear.has_whole_weight() and not linear.is_cast():
                     scale = None if linear.scale is None else linear.scale[WEIGHT]
                     update_amax(linear.amax, weight=cast_weight(linear, scale))
-
-
-def has_weight(module):
-    """Return whether it is an Fp8Linear with all of its weight, which no ranks share, no hook makes and no
-    quantiser has replaced."""
-    weight = module._parameters.get('weight') if isinstance(module, Fp8Linear) else None
-    return weight is not None and not weight.is_inference() and not hasattr(weight, '__tensor_flatten__')
 
 
 def cast_weight(linear, scale=None):
@@ -588,6 +572,8 @@ def no_trace(model):
                     tensor.copy_(before)
 
 
+# ------------------------------------------------------------------------ state: what FP8 keeps between steps
+
 class State:
     """Holds what FP8 keeps between steps: delayed scaling's amax histories and scales, and cached weights.
     Until its first amax, a weight that starts at zero, or an expert without a token, takes the scale of the
@@ -609,10 +595,9 @@ class State:
             if getattr(module, 'about', choice.about) != choice.about:  # te's and torchao's say nothing
                 raise OptionError(f'{name} is in FP8 by another choice, {", ".join(module.about)}: '
                                   'call fp8.convert(model, choice), then make its State')
-        linears = linears if RECIPES[choice.recipe].delayed else {}
-        self.needs_calibration = bool(linears)
-        # Transformer Engine's linears keep their own histories
-        self.layers = {name: m for name, m in linears.items() if isinstance(m, Fp8Linear)}
+        self.needs_calibration = RECIPES[choice.recipe].delayed and bool(linears)
+        # Transformer Engine's linears keep their own histories; other recipes have none
+        self.layers = {name: m for name, m in linears.items() if getattr(m, 'amax', None) is not None}
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
                 layer.start(layer.arithmetic, layer.about)

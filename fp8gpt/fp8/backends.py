@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import (
-    FORMATS, GRAD, RECIPES, ROW, Arithmetic, DeviceError, Fp8Linear, autocast, cast_linear,
-    check_cuda_rules, emulated_mm, falls_back, mode, on_cpu, quantizers, row_major, scaled_mm, set_mode,
-    transpose)
+    FORMATS, GRAD, RECIPES, ROW, TENSOR, Arithmetic, Fp8Linear, autocast, cast_linear, check_cuda_rules,
+    emulated_mm, falls_back, mode, on_cpu, quantizers, row_major, scaled_mm, set_mode, transpose)
 
 
 class Backend:
@@ -29,22 +28,24 @@ class Backend:
 
     A backend defines, beside what is here:
     linear_class(choice): what makes an FP8 linear of (in_features, out_features, bias=)."""
-    # what it takes: devices, recipes and formats, and of other fp8.Options the recipes in which it takes them
-    takes = {
-        'recipe': tuple(RECIPES),
-        'format': tuple(FORMATS),
-        'margin': tuple(RECIPES),
-        'interval': ('delayed',),
-        'amax_history': ('delayed',),
-        'lora_rank': tuple(RECIPES),
-        'sharded': tuple(RECIPES),
-        'device': ('cuda', 'cpu'),
-    }
+    devices = 'cuda', 'cpu'
+    recipes = tuple(RECIPES)
+    formats = tuple(FORMATS)
+    of_delayed = 'interval', 'amax_history'     # fp8.Options that it takes with the recipe 'delayed' alone
     checkpoint = None       # computes a block again in backward, where torch's function would not serve
     eager = {}              # recipe -> why a model with its linears is not compiled unless that is typed
 
-    def check(self, choice, device):
-        """Raise DeviceError if this machine lacks something that a choice needs."""
+    def refuses(self, choice):
+        """Return what of a choice this backend takes on no machine, 'format=e5m2, only hybrid', or None."""
+        for name, taken in ('recipe', self.recipes), ('format', self.formats):
+            if getattr(choice, name) not in taken:
+                return f'{name}={getattr(choice, name)}, only {", ".join(taken)}'
+        if RECIPES[choice.recipe].delayed:
+            return None
+        return set_option(choice, *self.of_delayed, only=', only delayed')
+
+    def lacks(self, choice, device):
+        """Return why a choice does not run on this machine, a clause, or None if it does."""
 
     def linear(self, choice, in_features, out_features, bias):
         """Return an FP8 linear."""
@@ -55,6 +56,15 @@ class Backend:
 
     def forget(self):
         """Drop what the process keeps of models that are gone."""
+
+
+def set_option(choice, *names, only=''):
+    """Return the first of these fp8.Options that is not the default, 'margin=1 with rowwise', or None."""
+    for name in names:
+        value = getattr(choice.options, name)
+        if value != getattr(type(choice.options), name):
+            return f'{name}={value} with {choice.recipe}{only}'
+    return None
 
 
 def output_and_gradients(module, inputs, dy=None):
@@ -78,27 +88,27 @@ def in_one_line(error):
     return (str(error) or repr(error)).splitlines()[0]
 
 
-def check_machine(backend, choice, device):
-    """Raise DeviceError if this GPU is too old for a choice's recipe, or a trial fails."""
-    recipe, name = RECIPES[choice.recipe], choice.recipe
+def machine_lacks(backend, choice, device):
+    """Return why a choice does not run: this GPU is too old for its recipe, or a trial fails. None: it runs.
+    """
+    name, recipe, capability = choice.recipe, RECIPES[choice.recipe], (0, 0)
     if device.type == 'cuda':
-        found = torch.cuda.get_device_capability(device)
-        if found < recipe.capability:
-            needed, found = (f'sm_{major}{minor}' for major, minor in (recipe.capability, found))
-            raise DeviceError(
-                f'the recipe {name} needs a GPU of {needed} or later; '
-                f'{torch.cuda.get_device_name(device)} is {found}: --no_fp8 trains in bf16, '
-                '--device=cpu emulates FP8')
+        capability = torch.cuda.get_device_capability(device)
+        if capability < recipe.capability:
+            needed, found = (f'sm_{major}{minor}' for major, minor in (recipe.capability, capability))
+            return (f'the recipe {name} needs a GPU of {needed} or later; '
+                    f'{torch.cuda.get_device_name(device)} is {found}: --no_fp8 trains in bf16, '
+                    '--device=cpu emulates FP8')
     failed = trial(backend, choice, device)
     if not failed:
-        return
-    if device.type == 'cuda' and recipe.activation == ROW and found[0] == 12:
+        return None
+    if recipe.activation == ROW and capability[0] == 12:
         failed += ' (cuBLAS refuses rowwise FP8 on sm_120: pytorch/pytorch#192707)'
     if choice.format != recipe.format:  # cuBLAS multiplies blocks of e5m2 on no GPU
         failed += f'; --fp8_format={recipe.format} is what {name} is made for'
     elif name != 'tensorwise':
         failed += '; --fp8_recipe=tensorwise runs on every GPU with FP8 units'
-    raise DeviceError(f'an FP8 matrix multiplication {failed}')
+    return f'an FP8 matrix multiplication {failed}'
 
 
 @functools.cache
@@ -127,18 +137,17 @@ class Emulate(Backend):
     mm = staticmethod(emulated_mm)
 
     def linear(self, choice, in_features, out_features, bias):
-        linear = nn.Linear(in_features, out_features, bias)
-        self.adopt(choice, linear)
-        return linear
+        return self.adopt(choice, nn.Linear(in_features, out_features, bias))
 
     def adopt(self, choice, linear):
-        """Make an nn.Linear an FP8 linear: hooks, other names and parameters stay as they are."""
+        """Make an nn.Linear an FP8 linear, and return it: hooks, other names and parameters stay."""
         made, kinds = Fp8Linear, quantizers(choice.recipe, choice.format, choice.options.margin)
         if choice.kernels == 'triton':
             from .kernels import KernelLinear, WeightQuantizer      # late: Triton takes a while to import
             made, kinds = KernelLinear, kinds._replace(w=WeightQuantizer(*kinds.w))
         linear.__class__ = made
         linear.start(Arithmetic(kinds, self.mm), choice.about)
+        return linear
 
     def head(self, choice, in_features, out_features):
         """Return an FP8 output head, tensorwise and hybrid with every recipe."""
@@ -209,11 +218,23 @@ def native_mm(a, b, *how, **options):
     return multiply(a, b, *how, **options)
 
 
+TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank and sharding'
+
+
+def triton_serves(choice):
+    """Return whether our Triton kernels serve a choice: they scale whole tensors, cast both ways in one
+    format, cache whole weights, and have no blocks with adapters."""
+    recipe = RECIPES[choice.recipe]
+    return (choice.backend == 'native' and choice.format != 'e5m2'
+            and not (choice.options.lora_rank or choice.options.sharded)
+            and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
+
+
 class Native(Emulate):
     """Quantises as emulate does, and multiplies by torch's FP8 kernels; on a CPU, as emulate does."""
     mm = staticmethod(native_mm)
 
-    check = check_machine
+    lacks = machine_lacks
 
 
 # ------------------------------------------------------------------------------------- te: Transformer Engine
@@ -270,18 +291,17 @@ def te_linear(choice):
 class TransformerEngine(Backend):
     """Uses te.Linear, with scales, histories and fused casts of its own. It needs CUDA and te.autocast."""
     linear_class = staticmethod(te_linear)
-    takes = Backend.takes | {
-        'device': ('cuda',),
-        'recipe': tuple(TE_RECIPES),
-        'format': ('hybrid', 'e4m3'),
-        'margin': ('delayed',),
-        'interval': (),     # it makes new scales in each step
-        'lora_rank': (),
-        'sharded': (),
-    }
+    devices = 'cuda',
+    recipes = tuple(TE_RECIPES)
+    formats = 'hybrid', 'e4m3'
+    of_delayed = 'margin', 'amax_history'
     eager = dict.fromkeys(TE_RECIPES, 'te breaks the graph at every linear')    # torch < 2.14
 
-    def check(self, choice, device):
+    def refuses(self, choice):
+        # interval: it makes new scales in each step
+        return super().refuses(choice) or set_option(choice, 'interval', 'lora_rank', 'sharded')
+
+    def lacks(self, choice, device):
         try:
             import transformer_engine.pytorch as te
             available, reason = getattr(te, TE_RECIPES[choice.recipe][1])(return_reason=True)
@@ -290,9 +310,8 @@ class TransformerEngine(Backend):
             if '.so' in found:  # installed; the machine's cuDNN, beside torch's own, is another version
                 hint = ("to have it find torch's, put LD_LIBRARY_PATH=$(python -c "
                         "'import nvidia.cudnn as c; print(c.__path__[0])')/lib before the command")
-            raise DeviceError(f'Transformer Engine does not load ({found}); {hint}') from None
-        if not available:
-            raise DeviceError(reason)
+            return f'Transformer Engine does not load ({found}); {hint}'
+        return None if available else reason
 
     @staticmethod
     def checkpoint(*arguments, **kwargs):
@@ -365,24 +384,22 @@ def empty_torchao_linear(choice):
 class Torchao(Backend):
     """Uses torchao's Float8Linear."""
     linear_class = staticmethod(torchao_linear)
-    takes = Backend.takes | {
-        'recipe': tuple(TORCHAO_RECIPES),
-        'format': ('hybrid', 'e4m3'),
-        'margin': (),
-        'lora_rank': (),
-    }
+    recipes = tuple(TORCHAO_RECIPES)
+    formats = 'hybrid', 'e4m3'
     # as it would ours but for the bits of Quantizer's amax; tensorwise it is off by bf16's rounding alone
     eager = dict.fromkeys(('rowwise', 'rowwise_gw_hp'), "torch.compile doubles some of torchao's rows")
 
-    def check(self, choice, device):
+    def refuses(self, choice):
+        return super().refuses(choice) or set_option(choice, 'margin', 'lora_rank')
+
+    def lacks(self, choice, device):
         for name in ('torchao', 'torch.utils._pytree'):  # long warnings that do not concern training
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             import torchao.float8  # noqa: F401
         except (ImportError, OSError) as why:
-            problem = f'torchao does not load ({in_one_line(why)}); pip install torchao'
-            raise DeviceError(problem) from None
-        check_machine(self, choice, device)
+            return f'torchao does not load ({in_one_line(why)}); pip install torchao'
+        return machine_lacks(self, choice, device)
 
 
 BACKENDS = {'native': Native(), 'te': TransformerEngine(), 'torchao': Torchao(), 'emulate': Emulate()}

@@ -18,12 +18,11 @@ from torch.linalg import vector_norm
 
 from . import HEAD, OFF, DeviceError, State, fp8_linears, no_trace
 from .backends import distances, in_one_line, output_and_gradients
-from .linear import E5M2, GRAD, INPUT, LARGEST_SCALE, RECIPES, WEIGHT, falls_back, quantizers
+from .linear import E4M3, E5M2, GRAD, INPUT, RECIPES, WEIGHT, falls_back, quantizers
 
-NOT_LOGGED = {'layer', 'tensor', 'format', 'badness', 'verdict'}     # of a row: the rest is figures
-CLEAN = {'e4m3': 31.5, 'e5m2': 25.5}    # dB that rounding alone leaves of normal data
-BAD = {'sqnr_db': 10, 'flushed': 0.1, 'saturated': 0.01}
+FIGURES = 'amax', 'scale', 'saturated', 'flushed', 'sqnr_db'
 LOOKED_AT = 'input', 'weight', 'grad'   # by linear.py's INPUT, WEIGHT and GRAD, as Quantizers begin
+CLEAN = {E4M3: 31.5, E5M2: 25.5}        # dB that rounding alone leaves of normal data
 EAGER_TOKENS = 8192     # of a micro-batch in an uncompiled pass, which takes more memory than a compiled one
 
 
@@ -35,52 +34,37 @@ def tensor_health(x, quantizer, scale=None):
 
     amax; scale, the smallest of several; saturated, the share of values clamped; flushed, the share that
     became zero; sqnr_db, the signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - quantised x)^2).
-    Of several scales also three of their logarithms, and the share of LARGEST_SCALE, of zeros."""
-    x = x.reshape(-1, x.shape[-1]).float()
-    quantised = quantizer(x, scale)
-    data, back, scale_inv = quantised.data.float(), quantised.dequantize(), quantised.scale_inv.flatten()
-    saturated = (data.abs() == quantizer.largest) & (x.abs() > back.abs() * (1 + 1e-5))
-    flushed = (data == 0) & (x != 0)
+    """
+    x = x.flatten(0, -2).float()
+    cast = quantizer(x, scale)
+    back = cast.dequantize()
+    saturated = (cast.data.float().abs() == quantizer.largest) & (x.abs() > 1.00001 * back.abs())
+    flushed = (back == 0) & (x != 0)
     # fp64: in fp32 squares of 1e20 would overflow, those of 1e-25 vanish
     signal, noise = (vector_norm(each, dtype=torch.float64) for each in (x, x - back))
-    figures = {
-        'amax': x.abs().amax(),
-        'scale': 1 / scale_inv.max(),
-        'saturated': saturated.float().mean(),
-        'flushed': flushed.float().mean(),
-        'sqnr_db': (20 * (signal / noise).log10()).where(noise != 0, math.inf),     # zeros are exact
-    }
-    if len(scale_inv) > 1:
-        logs = -scale_inv.log2()
-        figures |= {
-            'log2_scale_min': logs.min(),
-            'log2_scale_median': logs.median(),
-            'log2_scale_max': logs.max(),
-            'scales_clamped': (scale_inv == 1 / LARGEST_SCALE).float().mean(),
-        }
-    return dict(zip(figures, torch.stack([*figures.values()]).tolist()))
+    sqnr_db = (20 * (signal / noise).log10()).where(noise != 0, math.inf)     # zeros are exact
+    shares = saturated.float().mean(), flushed.float().mean()
+    figures = x.abs().amax(), 1 / cast.scale_inv.max(), *shares, sqnr_db
+    return dict(zip(FIGURES, torch.stack(figures).tolist()))
 
 
 def cast_health(model, choice, run):
     """Return a row for each FP8 linear and tensor, of its worst call, by emulate's quantizer for any backend:
-    'layer', 'tensor' ('input', 'weight' or 'grad'), 'format', the figures of tensor_health, and what judge
-    adds. (The head's gradient, whose scale is fixed, has none.) run(): a forward and backward pass of the
-    model, in FP8."""
+    'layer', 'tensor' ('input', 'weight' or 'grad'), 'dtype' and the figures of tensor_health. (The head's
+    gradient, whose scale is fixed, has none.) run(): a forward and backward pass of the model, in FP8."""
     usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
     def watch(layer, module, arguments, named, y):
         kinds = module.arithmetic.quantizers if layer == HEAD else usual
-        scales = getattr(module, 'scale', None)
+        scale = getattr(module, 'scale', None)
 
         def look(index, x):
-            tensor, quantizer = LOOKED_AT[index], kinds[index]
-            figures = tensor_health(x, quantizer, None if scales is None else scales[index])
-            format = 'e5m2' if quantizer.dtype == E5M2 else 'e4m3'
-            row = judge({'layer': layer, 'tensor': tensor, 'format': format, **figures})
-            rows[layer, tensor] = worst_rows([row, rows.get((layer, tensor), row)])[0]
+            row = {'layer': layer, 'tensor': LOOKED_AT[index], 'dtype': kinds[index].dtype,
+                   **tensor_health(x, kinds[index], None if scale is None else scale[index])}
+            rows[layer, index] = max(row, rows.get((layer, index), row), key=badness)
 
-        x = arguments[0] if arguments else named['input']
-        if falls_back(x, max(16, kinds.x.block[1])):    # nothing was cast
+        x = [*arguments, *named.values()][0]
+        if falls_back(x, RECIPES[choice.recipe].multiple):     # nothing was cast
             return
         look(INPUT, x)
         if module.weight is not None:  # a frozen weight is there as its cast alone
@@ -98,19 +82,11 @@ def cast_health(model, choice, run):
     return [*rows.values()]
 
 
-def judge(row):
-    """Return a row of cast_health with 'badness' (above 1 is bad) and 'verdict', 'bad' or 'fine': see
-    diagnose.py."""
-    lost = (CLEAN[row['format']] - row['sqnr_db']) / BAD['sqnr_db']
-    badness = max(lost, *(row[name] / BAD[name] for name in ('saturated', 'flushed')))
-    if not math.isfinite(row['amax']) or math.isnan(row['sqnr_db']):
-        badness = math.inf
-    return {**row, 'badness': badness, 'verdict': 'bad' if badness > 1 else 'fine'}
-
-
-def worst_rows(rows):
-    """Return rows of cast_health, the one that FP8 hurts most first."""
-    return sorted(rows, key=lambda row: -row['badness'])
+def badness(row):
+    """Return how bad a row of cast_health is: above 1 it is off, by the limits of diagnose.py's --help."""
+    if math.isnan(row['sqnr_db']):      # a value that is not finite
+        return math.inf
+    return max((CLEAN[row['dtype']] - row['sqnr_db']) / 10, row['flushed'] / 0.1, row['saturated'] / 0.01)
 
 
 def few_tokens(x, *others):
@@ -121,56 +97,38 @@ def few_tokens(x, *others):
 
 
 def health_lines(rows):
-    """Return lines for the console: one line if each cast is fine, else the five worst of the others too."""
-    off = [row for row in worst_rows(rows) if row['verdict'] == 'bad']
-    if off:
-        first = f'FP8 health: {len(off)} of {len(rows)} casts are off | limits: python diagnose.py --help'
-        return [first, *(f'{r["layer"]} {r["tensor"]}: SQNR {r["sqnr_db"]:.1f} dB, '
-                         f'flushed {r["flushed"]:.1%}, saturated {r["saturated"]:.2%}, '
-                         f'amax {r["amax"]:.1e}' for r in off[:5])]
-    lowest = min(rows, key=lambda row: row['sqnr_db'])
-    lost = max(row['flushed'] + row['saturated'] for row in rows)
-    return [f'FP8 health: good | lowest SQNR {lowest["sqnr_db"]:.1f} dB '
-            f'({lowest["layer"]} {lowest["tensor"]}) | flushed or saturated {lost:.1%}']
-
-
-def health_scalars(rows):
-    """Return name -> value, for RunLog.scalars: geometric means of the scales of forward (input, weight) and
-    backward (grad), the worst of the other figures, and each row's figures."""
-    def mean_scale(*tensors):
-        scales = [row['scale'] for row in rows if row['tensor'] in tensors and 0 < row['scale'] < math.inf]
-        return statistics.geometric_mean(scales) if scales else math.nan
-
-    scalars = {
-        'fp8_fwd_scale': mean_scale('input', 'weight'),
-        'fp8_bwd_scale': mean_scale('grad'),
-        'fp8_saturated': max(row['saturated'] for row in rows),
-        'fp8_flushed': max(row['flushed'] for row in rows),
-        'fp8_sqnr_db': min(row['sqnr_db'] for row in rows),
-    }
-    for row in rows:
-        name = f'fp8_{row["layer"]}/{row["tensor"]}'
-        scalars |= {f'{name}_{figure}': row[figure] for figure in row if figure not in NOT_LOGGED}
-    return scalars
+    """Return lines for the console, of rows whose worst is the first: that one if each is fine, else the five
+    worst that are off."""
+    lines = [f'{row["layer"]} {row["tensor"]}: SQNR {row["sqnr_db"]:.1f} dB, flushed {row["flushed"]:.1%}, '
+             f'saturated {row["saturated"]:.2%}, amax {row["amax"]:.1e}' for row in rows[:5]]
+    off = sum(badness(row) > 1 for row in rows)
+    if not off:
+        return [f'FP8 health: good | worst {lines[0]}']
+    first = f'FP8 health: {off} of {len(rows)} casts are off | limits: python diagnose.py --help'
+    return [first, *lines[:off]]
 
 
 def log_health(log, step, model, choice, run):
-    """Log cast_health's rows at a step and return them. log: a runlog.RunLog."""
-    rows = cast_health(model, choice, run)
+    """Return cast_health's rows at a step, the worst first. Print their health_lines; record their figures
+    and the geometric means of the scales of forward (input, weight) and backward (grad). log: a RunLog."""
+    rows = sorted(cast_health(model, choice, run), key=badness, reverse=True)
     for line in health_lines(rows):
         log.say_at(step, line)
-    log.scalars(step, **health_scalars(rows))
+    scalars = {f'fp8_{row["layer"]}/{row["tensor"]}_{name}': row[name] for row in rows for name in FIGURES}
+    for name, backward in ('fwd', False), ('bwd', True):
+        scales = [row['scale'] for row in rows if (row['tensor'] == 'grad') == backward]
+        scalars[f'fp8_{name}_scale'] = statistics.geometric_mean(scales or [math.nan])
+    log.scalars(step, **scalars)
     return rows
 
 
 def resume_flags(rows, choice):
-    """Return the flags with which to resume after non-finite gradients: the three worst layers in bf16 and,
-    with delayed scaling, a larger margin, since an amax may grow between two steps."""
-    layers = [*choice.options.keep, *(row['layer'] for row in worst_rows(rows)[:3])]
-    flags = f'--resume=latest --fp8_keep={",".join(dict.fromkeys(layers))}'
-    if RECIPES[choice.recipe].delayed:
-        flags += f' --fp8_margin={choice.options.margin + 1}'
-    return flags
+    """Return the flags with which to resume after non-finite gradients, by the rows of log_health: the three
+    worst layers in bf16 and, with delayed scaling, a larger margin, since an amax may grow between two steps.
+    """
+    layers = dict.fromkeys([*choice.options.keep, *(row['layer'] for row in rows[:3])])
+    margin = f' --fp8_margin={choice.options.margin + 1}' if RECIPES[choice.recipe].delayed else ''
+    return f'--resume=latest --fp8_keep={",".join(layers)}{margin}'
 
 
 # ------------------------------------------------------------------------- before step 0: right, and fast?
@@ -230,7 +188,7 @@ class Sample:
             x = torch.randn(*inputs[0].shape, part.in_features, device=inputs[0].device)
             inputs = [x.bfloat16().requires_grad_()]
         for each, module in zip(choices, (plain, part)):
-            state = calibrated_state(module, each, functools.partial(output_and_gradients, module, inputs))
+            state = calibrated_state(module, each, inputs)
         state.weight_cache.new_step(self.micro_steps)   # of `part`: it reads kept casts where the run does
         exact = expected = output_and_gradients(plain, inputs)
         right = TOLERANCE
@@ -262,7 +220,7 @@ class Sample:
         """Yield after each of an endless row of micro-steps, in which weights are cast as often as in the
         training run."""
         model = self.build(choice, TIMED_BLOCKS)
-        state = calibrated_state(model, choice, functools.partial(output_and_gradients, model, self.inputs))
+        state = calibrated_state(model, choice, self.inputs)
         compiled = self.compiled if choice.on else self.bf16_compiled
         if compiled:
             model.compile(dynamic=False)
@@ -287,10 +245,10 @@ def excess(found, expected, exact):
     return (distances(found, exact) - 1.5 * distances(expected, exact)).max()
 
 
-def calibrated_state(model, choice, run):
+def calibrated_state(model, choice, inputs):
     """Return the calibrated State of a model, which may lack layers that the option keep names."""
     state = State(model, replace(choice, options=replace(choice.options, keep=())))
-    state.calibrate(run)
+    state.calibrate(functools.partial(output_and_gradients, model, inputs))
     return state
 
 
@@ -321,8 +279,8 @@ def self_check(sample, choice, orders=''):
     if choice.kernels == 'triton' and choice.recipe == 'tensorwise':
         trial['--fp8_recipe=delayed'] = replace(choice, recipe='delayed')
     times = sample.times(trial)
-    gains = {name: times['bf16'] / times[name] for name in trial}
-    said = ', '.join(f'{name} x{gain:.2f}' for name, gain in gains.items() if name != 'bf16')
+    gains = {name: times['bf16'] / times[name] for name in [*trial][1:]}
+    said = ', '.join(f'{name} x{gain:.2f}' for name, gain in gains.items())
     if gains['FP8'] <= 1 and not orders:
         return replace(OFF, reason=f'FP8 is not faster than bf16 here ({said})'), []
     return choice, [f'speed     {said} over bf16, measured here on a few blocks']

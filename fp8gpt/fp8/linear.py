@@ -410,15 +410,16 @@ def autocast(x):
 
 def falls_back(x, multiple):
     """Return whether a linear computes this x (..., features) in x's dtype: while paused, without any token,
-    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's, or x is
-    a nested or sparse tensor, which cannot be reshaped."""
+    and, with one warning in eager mode, where the number of tokens is no multiple of the recipe's. Raises
+    TypeError for a nested or sparse x, which cannot be reshaped."""
     if mode.paused or not x.numel():
         return True
-    unlike = x.is_nested or x.layout != torch.strided
-    odd = unlike or x.numel() // x.shape[-1] % multiple != 0
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError('FP8 casts no nested or sparse tensor: name this linear in fp8.Options(keep=...), or '
+                        'compute within fp8.paused()')
+    odd = x.numel() // x.shape[-1] % multiple != 0
     if odd and not torch.compiler.is_compiling():   # a warning breaks the graph
-        what = 'nested or sparse' if unlike else f'no multiple of {multiple}'
-        warnings.warn(f'calls whose tokens are {what} run in {x.dtype}', stacklevel=2)
+        warnings.warn(f'calls whose tokens are no multiple of {multiple} run in {x.dtype}', stacklevel=2)
     return odd
 
 
@@ -492,12 +493,17 @@ class Fp8Linear(nn.Linear):
         """Return Matmul's arguments after x."""
         weight = self.weight    # once: a parametrization computes it
         if hasattr(weight, '__tensor_flatten__'):       # torchao's quantize_ has replaced it
-            raise TypeError(f'FP8 casts no {type(weight).__name__}, which a weight of this model is: '
-                            'call fp8.convert(model, fp8.OFF)')
+            raise TypeError(f'FP8 casts no {type(weight).__name__}: call fp8.convert(model, fp8.OFF)')
         cache = [getattr(self, name) for name in WEIGHT_CACHE] if self.is_cast() else ()
         scale = None if mode.calibrating else self.scale
         amax = self.amax if torch.is_grad_enabled() else None   # an evaluation leaves no trace
         return weight, self.bias, self.arithmetic, amax, scale, *cache
+
+    def has_whole_weight(self):
+        """Return whether it has all of its weight, which no ranks share, no hook makes and no quantiser has
+        replaced."""
+        weight = self._parameters.get('weight')
+        return weight is not None and not weight.is_inference() and not hasattr(weight, '__tensor_flatten__')
 
     def is_cast(self):
         """Return whether WEIGHT_CACHE holds the weight as it is now: functional_call may have replaced it,
