@@ -337,6 +337,25 @@ def test_a_bare_linear_and_one_without_memory():
         'meta'}
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_the_bookkeeping_of_delayed_scaling_is_refused_in_a_cuda_graph(recipe, monkeypatch):
+    """A replay would write the same row of the history, and count no step. The blocks have no hooks, as
+    torch.cuda.make_graphed_callables asks for."""
+    model, x, choice = stack(), torch.randn(16, 64), on_a_cpu('native', recipe)
+    fp8.convert(model, choice)
+    state = fp8.State(model, choice)
+    state.calibrate(lambda: model(x).sum().backward())
+    assert not any(module._forward_pre_hooks for module in model.children())
+    steps = state.steps
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    for capturing in True, False:
+        monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
+        with pytest.raises(RuntimeError, match='after the graph') if capturing and state.layers else (
+                contextlib.nullcontext()):
+            state.after_step()
+    assert state.steps == steps + (recipe == 'delayed')
+
+
 @pytest.mark.parametrize('before, after', [*itertools.permutations(['off', 'tensorwise', 'delayed'], 2)])
 def test_a_state_ends_with_its_conversion(before, after):
     """Else delayed scaling would keep scales of 1, or its histories would belong to linears that are gone."""

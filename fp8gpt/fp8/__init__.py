@@ -627,12 +627,15 @@ class State:
 
     def after_step(self):
         """Finish an optimizer step: put its amaxes into the history and, every fp8_interval steps, make new
-        scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration, and
-        after another fp8.convert of the model."""
+        scales from the history's largest, on all ranks alike. Raises RuntimeError without a calibration,
+        after another fp8.convert of the model, and within the capture of a CUDA graph."""
         self.check_model()
         if self.needs_calibration and not mode.paused:
             raise RuntimeError('delayed scaling has no scales before its calibration: '
                                'call State.calibrate(run) before the first step')
+        if self.layers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError('after_step in a CUDA graph would write the same row of the history in each '
+                               'replay: call it after the graph')
         if self.layers and not mode.paused:
             self._update_scales()
         self.forget()
