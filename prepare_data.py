@@ -651,7 +651,7 @@ def make(config, folder, paths, meta, tokenizer):
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
     last = write_documents(folder, meta, documents, writers)
-    if unread := paths[last[2] + 1:]:
+    if unread := paths and paths[last[2] + 1:]:      # of the hub, last[2] is the stream's state
         names = ', '.join(map(basename, unread[:3])) + ', ...' * (len(unread) > 3)
         say(f'max_tokens is reached: {len(paths) - len(unread)} of {len(paths)} files were read, not {names}')
     if tokenizer.folder:
@@ -800,7 +800,7 @@ def find_half(config, folder, settings):
     before = there.get('settings')
     before = before if isinstance(before, dict) else {}
     position = there.get('progress', {}).get('position')
-    if position and len(position) == 3 and isinstance(before.get('files'), list):   # local files, half done
+    if position and before.get('files'):    # local files, half done
         read = slice(position[2] + 1)
         if before['files'][read] == settings['files'][read]:     # those behind may be fetched again
             before['files'] = settings['files']

@@ -558,35 +558,35 @@ def hub(tmp_path):
     server.shutdown()
 
 
+class Stream:
+    """A stream of 200 rows that forgets its position, as that of datasets 5.0.0: its state is empty once
+    another was loaded."""
+    column_names, start, done, is_loaded = None, 0, 0, False
+
+    def state_dict(self):
+        return {'done': 0 if self.is_loaded else self.done}
+
+    def load_state_dict(self, state):
+        self.is_loaded = True
+
+    def __iter__(self):
+        first = self.start + 1
+        for self.done in range(first, 201):
+            yield {'text': str(self.done)}
+
+
+class Resuming(Stream):
+    def load_state_dict(self, state):
+        self.start = self.done = state['done']
+
+
 def test_a_stream_goes_on_at_its_position_or_is_refused(monkeypatch):
-    """A state that is empty once another was loaded is that of datasets 5.0.0; the first start loads none."""
-    loaded = []
-
-    class Stream:
-        column_names, start, done = None, 0, 0
-
-        def state_dict(self):
-            return {'done': 0 if loaded else self.done}
-
-        def load_state_dict(self, state):
-            loaded.append(state)
-
-        def __iter__(self):
-            first = self.start + 1
-            for self.done in range(first, 201):
-                yield {'text': str(self.done)}
-
-    class Resuming(Stream):
-        def state_dict(self):
-            return {'done': self.done}
-
-        def load_state_dict(self, state):
-            self.start = state['done']
+    """The first start loads no state."""
     library = types.SimpleNamespace(load_dataset=lambda *_, **__: Stream())
     monkeypatch.setitem(sys.modules, 'datasets', library)
     facts = {'source': 'a/b', 'revision': 'c', 'settings': {'subset': None}, 'progress': {'position': None}}
     rows = list(prepare_data.hub_rows(facts, None))
-    assert not loaded and [position[1:] for _, position in rows[62:65]] == [
+    assert [position[1:] for _, position in rows[62:65]] == [
         [63, {'done': 0}], [64, {'done': 64}], [65, {'done': 64}]]
     facts['progress']['position'] = rows[64][1]
     with pytest.raises(DataError, match='forgets its position'):
@@ -594,6 +594,20 @@ def test_a_stream_goes_on_at_its_position_or_is_refused(monkeypatch):
     library.load_dataset = lambda *_, **__: Resuming()
     found = [(row['text'], number) for row, (_, number, _) in prepare_data.hub_rows(facts, None)]
     assert found == [(str(number), number) for number in range(66, 201)]
+
+
+def test_a_dataset_of_the_hub_is_prepared_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    api = types.SimpleNamespace(dataset_info=lambda *_, **__: types.SimpleNamespace(sha='c'))
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', types.SimpleNamespace(HfApi=lambda: api))
+    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(
+        load_dataset=lambda *_, **__: Resuming()))
+    words = ['a/b', BYTES, '--shard_tokens=200', '--num_workers=1']
+    steps = killed_here(0, *words, f'--data_dir={tmp_path}/whole')
+    killed_here(steps // 2, *words, f'--data_dir={tmp_path}/half')
+    assert 'going on from its last finished shard' in prepare_here(*words, f'--data_dir={tmp_path}/half')
+    folders = [tmp_path / name / 'a--b-byte' for name in ('whole', 'half')]
+    check(folders[1], [str(number) for number in range(1, 201)])
+    assert {**everything(folders[0]), 'meta.json': 0} == {**everything(folders[1]), 'meta.json': 0}
 
 
 @pytest.mark.slow
@@ -623,7 +637,7 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
     documents, words = texts(60), ['--subset=default', f'--data_dir={tmp_path}']
     Hub.files = {'train.jsonl': jsonl(tmp_path / 'a', documents, key='body').read_bytes()}
     prepare('someone/some-texts', '--text_column=body', BYTES, *words, env=hub)
-    check(tmp_path / 'some_texts-byte', documents)
+    check(tmp_path / 'someone--some-texts-byte', documents)
     readme = b'---\nconfigs:\n- {config_name: en, default: true, data_files: train*}\n' \
              b'- {config_name: de, data_files: none*}\n---'
     path = written(tmp_path / 'train.parquet', forms(40)['messages'])
@@ -631,7 +645,8 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
     chat = f'--tokenizer={chat_folder}', '--template=chat', *words
     prepare('someone/chats', *chat, env=hub)
     prepare_here('here', f'--data_files={path}', *chat[:2], words[1])
-    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes() for name in ('chats', 'here')]
+    made = [(tmp_path / f'{name}-talker' / 'train_000000.bin').read_bytes()
+            for name in ('someone--chats', 'here')]
     assert made[0] == made[1]
 
 

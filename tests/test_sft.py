@@ -653,7 +653,7 @@ def test_a_file_of_rows_trains_a_checkpoint_and_a_new_model(trained, tmp_path):
         assert 'latest.pt is step 2' in said and ' is ready\n' in said and 'to train on it' not in said
         goes_on = run('train.py', *words, *more, '--resume=auto', '--max_steps=3').stdout
         assert 'latest.pt is step 3' in goes_on
-    assert {path.name.rpartition('_')[0] for path in tmp_path.glob('*_*-*')} == {'a', 'pairs'}
+    assert {path.name for path in tmp_path.glob('*-*')} == {'a-one', 'pairs-byte'}
 
 
 def test_a_template_that_made_no_shard_is_refused(trained, tmp_path):
