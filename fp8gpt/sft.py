@@ -441,9 +441,8 @@ def prepare_examples(config):
     folder = shards.dataset_dir(config)
     if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
-    words = [name if of_file else dataset, *shards.naming_flags(config)]
-    words += [f'--data_files={dataset}'] * of_file
-    command = shlex.join(['python', 'prepare_data.py', *words])
+    words = ['prepare_data.py', *shards.words_to_prepare(config)]
+    command = shlex.join(['python', *words])
     if os.environ.get('WORLD_SIZE', '1') != '1' and int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
@@ -452,7 +451,7 @@ def prepare_examples(config):
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
         say(f'data      {folder} is prepared by `{command}`:')
-        done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words],
+        done = subprocess.run([sys.executable, join(HERE, words[0]), *words[1:]],
                               env=os.environ | {shards.BEFORE_TRAINING: '1'})
         if done.returncode:
             raise SystemExit(done.returncode)
