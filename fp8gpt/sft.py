@@ -216,12 +216,8 @@ class Examples:
     def _plain(self, messages):
         """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
-        contents = [message['content'] for message in messages]
-        first = len(contents) % 2       # 1: there is a system message
-        turns = zip(contents[first::2], contents[first + 1::2])
-        texts = [PLAIN.format(prompt=question, completion=answer) for question, answer in turns]
-        completion = contents[-1]
-        before = '\n\n'.join([*contents[:first], *texts]).removesuffix(completion)
+        *system, prompt, completion = [message['content'] for message in messages]
+        before = '\n\n'.join([*system, PLAIN.format(prompt=prompt, completion='')])
         known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
