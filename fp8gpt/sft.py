@@ -10,7 +10,6 @@ text is tokenized once, so that the ids are those of transformers' apply_chat_te
 token inside a message stays text. The assistant's words and the token that ends them are targets; nothing
 else is. An example of PLAIN begins as a document does; a chat template writes its own beginning.
 """
-import contextlib
 import datetime
 import glob
 import itertools
@@ -21,12 +20,12 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from os.path import dirname, isfile, join
 
 import numpy as np
 
-from configurator import (
-    HERE, DataError, MissingError, SettingError, first_line, say)
+from configurator import HERE, DataError, MissingError, SettingError, first_line, say
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, whole_characters
@@ -92,9 +91,10 @@ def conversation(row, columns):
     system = as_text(row.get('system'))
     if not (system and messages):
         return messages
-    if messages[0]['role'] == 'system' and messages[0]['content'] != system:
+    has_one = messages[0]['role'] == 'system'
+    if has_one and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
-    return [{'role': 'system', 'content': system}, *messages[messages[0]['role'] == 'system':]]
+    return [{'role': 'system', 'content': system}, *messages[has_one:]]
 
 
 def refuse_calls_and_flags(entry):
@@ -119,12 +119,6 @@ def as_text(value):
     if value is None or isinstance(value, str):
         return value or ''
     raise DataError(f'{value!r:.40} is no text')
-
-
-def are_messages(value):
-    """Return whether a value is a list of messages in OpenAI's form."""
-    return bool(value) and isinstance(value, list) and all(
-        isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in value)
 
 
 def message_of(entry):
@@ -173,9 +167,9 @@ class Examples:
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
         self.header = self.opening = ''
-        with contextlib.suppress(DataError):    # of a template that wants other messages
-            chat = pair('a', '')
-            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
+        with suppress(DataError):    # of a template that wants other messages
+            chat = pair('a', '')[:1]
+            question, prompt = self.render(chat), self.render(chat, True)
             # what it adds to a question as the prompt of an answer, maybe before its last blanks
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
@@ -381,7 +375,7 @@ def special_in(text, tokenizer):
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words, and without OpenAI's weight of 0."""
-    return message['role'] == 'assistant' and message.get('weight') != 0 and bool(words_of(message))
+    return message['role'] == 'assistant' and message.get('weight') != 0 and words_of(message) != ''
 
 
 def words_of(message):
