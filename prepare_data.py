@@ -78,7 +78,6 @@ from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
 CHUNK = 64  # documents that a worker takes at once
 CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
 CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
-LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
@@ -372,7 +371,7 @@ class Texts:
             raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
         notes += sft.special_in(text, self.tokenizer)
         self.documents += 1
-        if not self.fast or len(text) > LONGEST:
+        if not self.fast:
             ids = self.tokenizer.encode(text)
         else:
             is_checked = self.documents <= CHECKED_FIRST or self.documents % CHECKED == 0

@@ -115,12 +115,11 @@ class TiktokenTokenizer(ByteTokenizer):
 
     def encode_text(self, text):
         """Return the ids (n,) of a text without special tokens, uint16."""
-        text = whole_characters(text)
         try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-        except ValueError:  # a million spaces in a row are too many for tiktoken's regex
-            half = len(text) // 2
-            return np.concatenate([self.encode_text(text[:half]), self.encode_text(text[half:])])
+            ids = self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
+        except ValueError:
+            raise DataError('tiktoken cannot encode a million blanks in a row: take some out') from None
+        return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):
         """Return the bytes of the ids; EOT has none, nor have ids past it, which pad many a model."""
