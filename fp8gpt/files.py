@@ -284,9 +284,7 @@ def checkpoint_file(path):
     file = checkpoint_of(path)
     if isfile(file):
         return file
-    is_theirs = isfile(join(path, 'config.json'))
-    others = f'; {path} is a model that transformers loads as it is' if is_theirs else checkpoints()
-    raise MissingError(f'there is no checkpoint {file}{others}')
+    raise MissingError(f'there is no checkpoint {file}{checkpoints()}')
 
 
 def checkpoints():
