@@ -110,8 +110,8 @@ def find_files(patterns):
     if asked > len(paths):
         say('a file that is named twice is read once: a mixture weights its files by copies')
     for path in paths:
-        if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
-            raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
+        if not os.path.isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
+            raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
                                'follow (all of a folder: folder/*.txt). Rename other text to .txt, JSON '
                                'lines to .jsonl; save the text of other formats')
     return list(paths)
@@ -119,24 +119,10 @@ def find_files(patterns):
 
 def kind_of(path):
     """Return the ending of a file's name, without that of its compression; .txt where it has none."""
-    for packed in files.PACKED:
-        path = path.removesuffix(packed)
-    return splitext(path)[1].lower() or '.txt'
+    return splitext(path.removesuffix('.gz').removesuffix('.zst'))[1].lower() or '.txt'
 
 
-def rows_of_file(path, columns, piece=PIECE):
-    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
-    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
-    kind = kind_of(path)
-    if kind == '.parquet':
-        return rows_of_parquet(path, columns)
-    if kind in ('.csv', '.tsv'):
-        return rows_of_csv(path, ',' if kind == '.csv' else '\t')
-    text = files.text_of(path)
-    return rows_of_txt(text, piece) if kind == '.txt' else ROWS_OF[kind](text)
-
-
-def rows_of_parquet(path, columns):
+def rows_of_parquet(path, columns, _):
     """Yield the rows of a parquet file, of those columns that it has; of all where it lacks the first."""
     import pyarrow.parquet as pq
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
@@ -163,63 +149,67 @@ def check_names(names):
         raise ValueError(f'its header names a column twice ({", ".join(named):.300}): rename one')
 
 
-def rows_of_csv(path, delimiter):
+def rows_of_csv(path, *_):
     """Yield the rows of CSV, each column as text. The first row names the columns. Raises pyarrow's error,
     with the number of the row, for one that has not as many fields."""
     from pyarrow import csv, string
+    delimiter = '\t' if kind_of(path) == '.tsv' else ','
     how = (csv.ReadOptions(use_threads=False, block_size=BLOCK),
            csv.ParseOptions(delimiter=delimiter, newlines_in_values=True))
-    with files.open_bytes(path) as file:
-        names = csv.open_csv(file, *how).schema.names
+    with csv.open_csv(path, *how) as file:
+        names = file.schema.names
     check_names(names)
-    with files.open_bytes(path) as file:
-        as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, string()))
-        for batch in csv.open_csv(file, *how, as_text):
+    with csv.open_csv(path, *how, csv.ConvertOptions(column_types=dict.fromkeys(names, string()))) as file:
+        for batch in file:
             yield from batch.to_pylist()
 
 
-def rows_of_json(text):
-    """Yield the rows of a JSON file: a list of them, or one a line."""
-    text = ''.join(text).lstrip()
-    yield from json.loads(text) if text.startswith('[') else rows_of_jsonl([text])
-
-
-def rows_of_jsonl(text):
-    """Yield the rows of JSON lines."""
-    for line in filter(str.strip, files.lines_of(text)):
+def rows_of_json(path, *_):
+    """Yield the rows of JSON: one a line, or a list of them, which may take several lines."""
+    lines = filter(str.strip, files.lines_of(path))
+    for line in lines:
+        if line.lstrip().startswith('['):
+            yield from json.loads(line + ''.join(lines))
+            return
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
             yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
 
 
-def rows_of_py(text):
+def rows_of_py(path, *_):
     """Yield a whole file as one row."""
-    if whole := ''.join(text):
-        yield {'text': whole}
+    if text := ''.join(files.lines_of(path)):
+        yield {'text': text}
 
 
-def rows_of_txt(text, piece):
-    """Yield the documents of a text that comes in parts. A document ends at the mark EOT, without the line
-    ends around it; past `piece` characters at the first blank line; past 8 times so many at a line's end."""
-    kept, size, is_marked = [], 0, False
-    for line in files.lines_of(text, 8 * piece):
+def rows_of_txt(path, _, piece):
+    """Yield the documents of a text. A document ends at the mark EOT, without the line ends around it; past
+    `piece` characters at the first blank line; past 8 times so many at a line's end."""
+    text, is_marked = '', False
+    for line in files.lines_of(path, 8 * piece):
         for number, part in enumerate(line.split(EOT)):
             if number:      # a mark stands before this part
-                yield from [{'text': ''.join(kept).rstrip('\n')}] * bool(size)
-                kept, size, is_marked = [], 0, True
-            if is_marked and not size:
+                yield from [{'text': text.rstrip('\n')}] * bool(text)
+                text, is_marked = '', True
+            if is_marked and not text:
                 part = part.lstrip('\n')
-            kept.append(part)
-            size += len(part)
-            if size >= piece and (size >= 8 * piece or not part.strip()):
-                yield {'text': ''.join(kept)}
-                kept, size, is_marked = [], 0, False
-    yield from [{'text': ''.join(kept)}] * bool(size)
+            text += part
+            if len(text) >= piece and (len(text) >= 8 * piece or not part.strip()):
+                yield {'text': text}
+                text, is_marked = '', False
+    yield from [{'text': text}] * bool(text)
 
 
-ROWS_OF = {'.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
-ENDINGS = '.parquet', '.csv', '.tsv', '.txt', *ROWS_OF
+ROWS_OF = {
+    '.parquet': rows_of_parquet, '.csv': rows_of_csv, '.tsv': rows_of_csv, '.txt': rows_of_txt,
+    '.json': rows_of_json, '.jsonl': rows_of_json, '.py': rows_of_py}
+
+
+def rows_of_file(path, columns, piece=PIECE):
+    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
+    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
+    return ROWS_OF[kind_of(path)](path, columns, piece)
 
 
 def is_one_text(paths):
@@ -631,7 +621,7 @@ def survey(meta, documents, paths):
 def last_part(path, settings, sizes):
     """Return the byte of a text from which on its documents are for validation: the last share, and one
     document at least. sizes: bytes of all documents, if they are few."""
-    whole = sum(len(part.encode()) for part in files.text_of(path))
+    whole = sum(len(line.encode()) for line in files.lines_of(path))
     return min([int(whole * (1 - settings['val_fraction'])), *[sum(sizes[:-1])] * bool(sizes)])
 
 
@@ -834,7 +824,7 @@ def prepare_hellaswag(config, known):
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
         with stated(f'{given} is no jsonl of HellaSwag items'):
-            text = ''.join(files.text_of(given))
+            text = ''.join(files.lines_of(given))
             for line in text.splitlines():
                 json.loads(line)['endings'][int(json.loads(line)['label'])]
             if not text:

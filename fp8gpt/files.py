@@ -3,7 +3,6 @@ import fcntl
 import glob
 import io
 import json
-import math
 import os
 import secrets
 import socket
@@ -19,7 +18,6 @@ from configurator import STARTED, DataError, MachineError, MissingError, say
 
 PACKED = '.gz', '.zst'      # endings of files that are unpacked
 SILENT = 600    # seconds after which a requeued run takes a lock that nothing but its file shows to be held
-PART = 2**20    # characters that text_of yields at once
 
 
 def write(path, fill):
@@ -90,42 +88,24 @@ def write_json(path, value):
     write_text(path, json_text(value, indent=1))
 
 
-def open_bytes(path):
-    """Open a file to read its bytes; those of a .gz or .zst file are unpacked."""
-    if not path.endswith(PACKED):
-        return open(path, 'rb')
+def lines_of(path, longest=-1):
+    """Yield the lines, with their ends, of a text in UTF-8, with or without a byte order mark, which may be
+    packed; of a line with more than `longest` characters, pieces of that length. Line ends are as Python
+    reads them. Raises DataError for other bytes, and for a NUL, which other encodings have."""
     import pyarrow
-    return pyarrow.input_stream(path)   # it detects the compression by the name
-
-
-def text_of(path):
-    """Yield the text of a file in UTF-8, with or without a byte order mark, in parts, with line ends as
-    Python reads them. Raises DataError for other bytes, and for a NUL, which other encodings have."""
     advice = '`iconv -f latin-1 -t utf-8`, or -f utf-16, writes it so, if it is text'
-    with open_bytes(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), 'utf-8-sig') as file:
+    raw = pyarrow.input_stream(path)    # it detects the compression by the name
+    with io.TextIOWrapper(io.BufferedReader(raw), 'utf-8-sig') as file:
         try:
-            while part := file.read(PART):
+            while part := file.read(2**20) + file.readline(longest):
                 if '\0' in part:
                     raise DataError(f'{path} has a NUL, and so is not UTF-8: {advice}')
-                yield part
+                text = io.StringIO(part)
+                while line := text.readline(longest):
+                    yield line
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             raise DataError(f'{path}, byte {at:,}: not UTF-8 ({error.reason}): {advice}') from None
-
-
-def lines_of(text, longest=math.inf):
-    """Yield the lines, with their ends, of a text that comes in parts; of a part's last line, if it is longer
-    than `longest` characters, pieces of that length."""
-    rest = ''
-    for part in text:
-        *lines, rest = (rest + part).split('\n')
-        for line in lines:
-            yield line + '\n'
-        while len(rest) > longest:
-            yield rest[:longest]
-            rest = rest[longest:]
-    if rest:
-        yield rest
 
 
 def read_json(path):

@@ -136,13 +136,11 @@ def test_txt_is_cut_at_the_first_blank_line_past_8192_characters(tmp_path):
     check(tmp_path / 'mine-byte', pieces * 2)
 
 
-@pytest.mark.parametrize('size', [7, 1000, 10**6])
-def test_txt_is_cut_at_the_marks_that_end_a_text(size):
-    """As TinyStories' files have them, wherever a file is read in parts of this size."""
+def test_txt_is_cut_at_the_marks_that_end_a_text(tmp_path):
+    """As TinyStories' files have them."""
     stories = ['Once.\nA fox', 'Then', 'a < b\n\n<|end', 'x ' * 3000, 'The end.']
-    text = '\n<|endoftext|>\n'.join(stories) + '\n<|endoftext|>\n'
-    parts = (text[at:at + size] for at in range(0, len(text), size))
-    found = [row['text'] for row in prepare_data.rows_of_txt(parts, 8192)]
+    (tmp_path / 'a.txt').write_text('\n<|endoftext|>\n'.join(stories) + '\n<|endoftext|>\n')
+    found = [row['text'] for row in prepare_data.rows_of_file(f'{tmp_path}/a.txt', None)]
     assert [piece.strip('\n') for piece in found] == stories
 
 
@@ -381,13 +379,11 @@ def test_a_line_of_json_that_cannot_be_read_stops_no_other(tmp_path):
         assert 'a line is a row' in str(found[39]) and found[40:] == [{'text': 'one'}] * 40
 
 
-def test_characters_and_line_ends_between_parts_are_whole(tmp_path, monkeypatch):
-    text = '\r\n'.join(['größe', '量化', '\U0001f642', '', '', 'x' * 40]) * 9
-    for part, encoding in itertools.product(range(1, 9), ('utf-8', 'utf-8-sig')):
-        monkeypatch.setattr(files, 'PART', part)
+def test_characters_and_line_ends_between_parts_are_whole(tmp_path):
+    for shift, encoding in itertools.product(range(8), ('utf-8', 'utf-8-sig')):     # Python reads 8,192 bytes
+        text = 'x' * shift + 'größe, 量化 \U0001f642\r\n\r\n' * 3000
         (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
-        assert ''.join(files.text_of(f'{tmp_path}/a.txt')) == text.replace('\r\n', '\n')
-        assert ''.join(files.lines_of(files.text_of(f'{tmp_path}/a.txt'))) == text.replace('\r\n', '\n')
+        assert [*files.lines_of(f'{tmp_path}/a.txt')] == text.replace('\r\n', '\n').splitlines(True)
 
 
 LINES = ''.join(f'{i}\n' for i in range(20_000))
@@ -411,9 +407,9 @@ def test_a_short_text_gives_train_and_val(tmp_path):
         prepare_here(*of(path, tmp_path, '--overwrite'))
         splits = meta(tmp_path / 'mine-byte')['splits']
         assert splits['train']['tokens'] > 3000 and 0 < splits['val']['tokens'] < len(text) / 8
-    path.write_text('A fox ran. ' * 99 + '\n' + 'Then. ' * 300 + '\n')     # two documents, of one line each
+    path.write_text(''.join(f'{i:86}\n' for i in range(11)) + 'x' * 43)
     prepare_here(*of(path, tmp_path, '--overwrite'))
-    assert meta(tmp_path / 'mine-byte')['splits']['val']['bytes'] == 1801
+    assert meta(tmp_path / 'mine-byte')['splits']['val']['bytes'] == 130     # a document of two lines
     path.write_text('hello')
     assert '1 rows with 1 different texts; two are the least' in refused_here(*of(path, tmp_path / 'b'))[1]
 
