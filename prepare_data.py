@@ -50,6 +50,7 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
+import csv
 import gc
 import hashlib
 import itertools
@@ -144,24 +145,21 @@ def rows_of_parquet(path, columns, _):
 
 def check_names(names):
     """Raise ValueError where two columns have a name, since rows would lose one of them."""
-    named = [*filter(None, names)]
-    if len({*named}) < len(named):
-        raise ValueError(f'its header names a column twice ({", ".join(named):.300}): rename one')
+    if len({*names}) < len(names):
+        raise ValueError(f'its header names a column twice ({", ".join(names):.300}): rename one')
 
 
 def rows_of_csv(path, *_):
-    """Yield the rows of CSV, each column as text. The first row names the columns. Raises pyarrow's error,
-    with the number of the row, for one that has not as many fields."""
-    from pyarrow import csv, string
+    """Yield the rows of CSV, each column as text. The first row names the columns. Raises ValueError for a
+    row that has not as many fields, and csv.Error."""
+    csv.field_size_limit(BLOCK)
     delimiter = '\t' if kind_of(path) == '.tsv' else ','
-    how = (csv.ReadOptions(use_threads=False, block_size=BLOCK),
-           csv.ParseOptions(delimiter=delimiter, newlines_in_values=True))
-    with csv.open_csv(path, *how) as file:
-        names = file.schema.names
-    check_names(names)
-    with csv.open_csv(path, *how, csv.ConvertOptions(column_types=dict.fromkeys(names, string()))) as file:
-        for batch in file:
-            yield from batch.to_pylist()
+    rows = csv.DictReader(files.lines_of(path), delimiter=delimiter, strict=True)
+    check_names(rows.fieldnames or ())
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(f'the row that ends in line {rows.line_num} has other fields than the header')
+        yield row
 
 
 def rows_of_json(path, *_):
