@@ -91,6 +91,8 @@ def stated(what):
     """Raise an error of a library as a DataError of one line that begins with `what`."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f'{what}: {first_line(error)}') from error
 
@@ -124,23 +126,17 @@ def kind_of(path):
 
 
 def rows_of_parquet(path, columns, _):
-    """Yield the rows of a parquet file, of those columns that it has; of all where it lacks the first."""
+    """Yield the rows of a parquet file, of those columns that it has; where it has none, of all."""
     import pyarrow.parquet as pq
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
     names = file.schema_arrow.names
     check_names(names)
-    if columns and columns[0] in names:
-        names = [name for name in names if name in columns]
+    names = [name for name in names if name in (columns or ())] or names
     for batch in file.iter_batches(16, columns=names, use_threads=False):
-        for row in zip(*batch.columns):
-            try:
-                row = {name: value.as_py() for name, value in zip(names, row)}
-                yield {name: value.decode() if isinstance(value, bytes) else value
-                       for name, value in row.items()}
-            except UnicodeDecodeError as error:
-                yield DataError(error)
+        for row in batch.to_pylist():
+            yield {name: value.decode() if isinstance(value, bytes) else value for name, value in row.items()}
 
 
 def check_names(names):
@@ -233,17 +229,12 @@ def file_rows(paths, meta, columns):
     # of a short text, too, a document begins in the last tenth, which is for validation
     piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
-        try:
+        with stated(f'{path} cannot be read (where it is cut short or damaged, fetch or write it again)'):
             for row in itertools.islice(rows_of_file(path, columns, piece), done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]
-        except DataError:       # of files.text_of, which names the place
-            raise
-        except Exception as error:
-            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}; where it is cut short or '
-                            'damaged, fetch or write it again') from error
         done = 0
 
 

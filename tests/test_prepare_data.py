@@ -187,10 +187,9 @@ def test_text_that_a_tokenizer_cannot_write_is_said_or_refused(tmp_path, monkeyp
 
 
 def test_binary_columns_of_parquet_are_text(tmp_path):
-    raw = pa.array([text.encode() for text in texts(5)] + [b'\xff'], pa.binary())
+    raw = pa.array([text.encode() for text in texts(5)], pa.binary())
     pq.write_table(pa.table({'text': raw}), tmp_path / 'a.parquet')
-    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)
-    assert [row['text'] for row in found] == texts(5) and isinstance(bad, DataError)
+    assert [row['text'] for row in prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)] == texts(5)
 
 
 def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_path):
@@ -200,7 +199,7 @@ def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_pat
     whole = (tmp_path / 'c.parquet').read_bytes()
     (tmp_path / 'c.parquet').write_bytes(whole[:len(whole) // 2])
     words = of(tmp_path / '*.parquet', tmp_path / 'd', '--shard_tokens=20_000', '--num_workers=1')
-    assert 'c.parquet, after 0 rows' in refused_here(*words)[1]
+    assert 'c.parquet cannot be read (' in refused_here(*words)[1]
     (tmp_path / 'c.parquet').write_bytes(whole)
     assert 'going on from its last finished shard' in prepare_here(*words)
     shutil.copytree(tmp_path / 'd', tmp_path / 'mended')
@@ -710,16 +709,16 @@ WRONG = [   # command line, exit code, what the message names
      ['latin.txt, byte 9,005: not UTF-8 (invalid continuation byte): `iconv -f latin-1 -t utf-8`, or -f']),
     (f'{MINE}marks.txt', 1, ['marks.txt has a NUL, and so is not UTF-8: `iconv -f ']),
     (f'{MINE}marks.csv', 1, ['marks.csv has a NUL']),
-    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz, after 0 rows: Truncated', 'cut short or damaged, fetch or write']),
-    (f'{MINE}cut.json', 1, ['cut.json, after 0 rows: ', 'line 18 column 9', 'where it is cut short']),
-    (f'{MINE}comma.json', 1, ["comma.json, after 0 rows: Expecting ',' delimiter: line 2"]),
+    (f'{MINE}cut.txt.gz', 1, ['cut.txt.gz cannot be read (where it is cut short', ': Truncated']),
+    (f'{MINE}cut.json', 1, ['cut.json cannot be read (', 'line 18 column 9']),
+    (f'{MINE}comma.json', 1, ['comma.json cannot be read (', "Expecting ',' delimiter: line 2"]),
     (f'{MINE}data.json', 2, ["data.json has no column 'text', but data: "]),
     (f'{MINE}texts.json', 1, ['a row is {"column": value, ...}']),
-    (f'{MINE}short.csv', 1, ['short.csv, after 1 rows: the row that ends in line 3 has other']),
-    (f'{MINE}twice.csv', 1, ['twice.csv, after 0 rows: its header names a column twice (text, text)']),
-    (f'{MINE}twice.parquet', 1, ['twice.parquet, after 0 rows: its header names a column twice (']),
-    (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz, after 0 rows: zlib inflate failed']),
-    (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
+    (f'{MINE}short.csv', 1, ['short.csv cannot be read (', 'the row that ends in line 3 has other']),
+    (f'{MINE}twice.csv', 1, ['twice.csv cannot be read (', ': its header names a column twice (text, text)']),
+    (f'{MINE}twice.parquet', 1, ['twice.parquet cannot be read (', ': its header names a column twice (']),
+    (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (', 'zlib inflate failed']),
+    (f'{MINE}bytes.parquet', 1, ['bytes.parquet cannot be read (', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
     (f'{MINE}asked.jsonl --template=plain', 1, ['5 rows with 1 different questions']),
