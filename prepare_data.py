@@ -59,7 +59,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import tempfile
@@ -74,7 +73,7 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
+from fp8gpt.tokenizer import EOT, REVISIONS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
@@ -748,8 +747,10 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-    words = shlex.join(['python', 'train_fp8.py', *training_words(config, name, meta)])
-    say(f'{folder} is ready' + f'; to train on it: {words}' * (shards.BEFORE_TRAINING not in os.environ))
+    if template := meta['template']:
+        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {config["tokenizer"]}'
+        say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
+    say(f'{folder} is ready')
 
 
 @contextlib.contextmanager
@@ -788,21 +789,6 @@ def find_half(config, folder, settings):
         raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
                            'replaces them, another --data_dir keeps them')
     return {} if changes else there
-
-
-def training_words(config, name, meta):
-    """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
-    asked, template = config['tokenizer'], meta['template']
-    words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
-    if template:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
-        say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
-        words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
-    elif asked == 'byte':
-        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
-    elif (name, asked) == ('fineweb_edu', 'gpt2'):
-        words.insert(0, 'config/gpt2_fp8.py')
-    return [*words, f'--checkpoint_dir=checkpoints_{name}']
 
 
 def prepare_hellaswag(config, known):

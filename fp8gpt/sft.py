@@ -441,8 +441,7 @@ def prepare_examples(config):
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
         say(f'data      {folder} is prepared by `{command}`:')
-        done = subprocess.run([sys.executable, join(HERE, words[0]), *words[1:]],
-                              env=os.environ | {shards.BEFORE_TRAINING: '1'})
+        done = subprocess.run([sys.executable, join(HERE, words[0]), *words[1:]])
         if done.returncode:
             raise SystemExit(done.returncode)
     if of_file:     # so that a resume finds it after the file is edited or gone

@@ -34,7 +34,6 @@ TARGET, START = 1, 2  # bits of a mask
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LOOKED_AT = 2**20   # tokens of each shard whose ids are compared with the vocabulary
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
-BEFORE_TRAINING = 'FP8GPT_BEFORE_TRAINING'   # in the environment of a prepare_data.py that a run has started
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # endings of a file of examples, which a training script prepares by itself
 ROWS = tuple(kind + packed for kind in ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
