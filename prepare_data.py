@@ -250,7 +250,6 @@ def hub_rows(meta, columns):
         import huggingface_hub
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
-            say(f'# {repository} of the hub at revision {meta["revision"]}')
         stream = datasets.load_dataset(
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
@@ -308,17 +307,11 @@ class Texts:
 
     def __init__(self, tokenizer, column):
         self.tokenizer, self.columns = tokenizer, [column]
-        self.fast = None
-        self.documents = 0
-        if tokenizer.name != 'gpt2':
-            return
-        try:
-            import gigatoken  # noqa: F401
-        except ImportError:
-            print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
-            return
-        self.make_fast()
-        print('tokenized by gigatoken, checked against tiktoken', flush=True)
+        self.fast, self.documents = None, 0
+        if tokenizer.name == 'gpt2':
+            with contextlib.suppress(ImportError):
+                self.make_fast()
+                say('tokenized by gigatoken, checked against tiktoken')
 
     def make_fast(self):
         """Make gigatoken's tokenizer, which keeps every word that it has seen (0.10.0)."""
@@ -628,9 +621,8 @@ def make(config, folder, paths, meta, tokenizer):
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
     last = write_documents(folder, meta, documents, writers)
-    if unread := paths and paths[last[2] + 1:]:      # of the hub, last[2] is the stream's state
-        names = ', '.join(map(basename, unread[:3])) + ', ...' * (len(unread) > 3)
-        say(f'max_tokens is reached: {len(paths) - len(unread)} of {len(paths)} files were read, not {names}')
+    if config['max_tokens']:
+        say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
     if tokenizer.folder:
         tokenizer.save(folder)
     check_lost(meta)
@@ -642,13 +634,8 @@ def make(config, folder, paths, meta, tokenizer):
 
 def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
-    names = {'bytes': 'bytes of targets'} if meta['template'] else {}
     for split, counts in meta['splits'].items():
-        line = ', '.join(f'{n:,} {names.get(unit, unit)}' for unit, n in counts.items())
-        print(f'{split:5} {line}')
-    train, val = (meta['splits'][split]['tokens'] for split in ('train', 'val'))
-    if val > 2 * max(meta['settings']['val_fraction'], 0.1) * (train + val):
-        print(f'{val / (train + val):.0%} of all tokens are for validation, by a few long documents')
+        print(f'{split:5}', ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
     if progress['lost']:
         share = progress['lost'] / progress['compared']
         print(f'the tokenizer does not write {share:.1%} of the characters that were compared')
@@ -731,8 +718,6 @@ def prepare(config, name, known):
     shards are there, whole or not."""
     folder, tokenizer = shards.prepared_dir(config), get_tokenizer(config['tokenizer'])
     paths, meta = describe(config, name, known, tokenizer)
-    if config['split_name'] in shards.HELD_OUT:
-        say(f'split_name={config["split_name"]}: what is held out of {basename(folder)}, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
     with locked(config['data_dir'], folder):
