@@ -25,7 +25,7 @@ the stream's position. After a kill at any moment, the same command goes on from
 writes the same bytes.
 """
 from configurator import (
-    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say)
+    DataError, MachineError, MissingError, SettingError, configure, error_line, first_line, printable, say)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, csv, tsv, txt, py: globs with commas between; any dataset name
@@ -819,9 +819,7 @@ if __name__ == '__main__':
     try:
         main(config)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            error = MachineError('stopped; the same command goes on from the last finished shard')
-        code = getattr(error, 'exit_code', 1)
+        _, code = error_line(error)
         with contextlib.suppress(SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()

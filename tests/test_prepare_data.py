@@ -507,7 +507,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, undisturbed):
         code, said = stopped(undisturbed.words, folder, number)
         half = is_half(folder / 'mine-byte')      # else it had ended already
         if half and number != signal.SIGKILL:
-            assert (code, said.splitlines()[-1][:14]) == (1, 'error: stopped')
+            assert (code, said.splitlines()[-1]) == (130, 'error: interrupted')
             assert 'Traceback' not in said
         assert ('going on' in prepare_here(*undisturbed.words, f'--data_dir={folder}')) == half
         assert everything(folder / 'mine-byte') == undisturbed.files
