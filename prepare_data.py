@@ -25,7 +25,7 @@ the stream's position. After a kill at any moment, the same command goes on from
 writes the same bytes.
 """
 from configurator import (
-    DataError, MachineError, MissingError, SettingError, configure, first_line, printable, say)
+    DataError, MachineError, MissingError, SettingError, configure, error_line, first_line, printable, say)
 
 dataset = ''           # fineweb_edu | fineweb | openwebtext | shakespeare | stdlib | hellaswag | org/name
 data_files = ''        # parquet, jsonl, json, csv, tsv, txt, py: globs with commas between; any dataset name
@@ -50,6 +50,7 @@ import base64
 import collections
 import concurrent.futures
 import contextlib
+import csv
 import gc
 import hashlib
 import itertools
@@ -58,7 +59,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import tempfile
@@ -73,12 +73,11 @@ from tqdm import tqdm
 
 from fp8gpt import files, sft, shards
 from fp8gpt.shards import DATASETS
-from fp8gpt.tokenizer import EOT, REVISIONS, TOKENIZERS, get_tokenizer
+from fp8gpt.tokenizer import EOT, REVISIONS, get_tokenizer
 
 CHUNK = 64  # documents that a worker takes at once
 CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
 CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
-LONGEST = 2**19  # characters of a text for gigatoken: tiktoken cuts a million spaces
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
@@ -91,6 +90,8 @@ def stated(what):
     """Raise an error of a library as a DataError of one line that begins with `what`."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f'{what}: {first_line(error)}') from error
 
@@ -111,8 +112,8 @@ def find_files(patterns):
     if asked > len(paths):
         say('a file that is named twice is read once: a mixture weights its files by copies')
     for path in paths:
-        if not os.path.isfile(path) or kind_of(path) not in ENDINGS:     # a FIFO would never end
-            raise SettingError(f'{path} is no file that ends in one of {", ".join(ENDINGS)}; .gz or .zst may '
+        if not os.path.isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
+            raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
                                'follow (all of a folder: folder/*.txt). Rename other text to .txt, JSON '
                                'lines to .jsonl; save the text of other formats')
     return list(paths)
@@ -120,107 +121,88 @@ def find_files(patterns):
 
 def kind_of(path):
     """Return the ending of a file's name, without that of its compression; .txt where it has none."""
-    for packed in files.PACKED:
-        path = path.removesuffix(packed)
-    return splitext(path)[1].lower() or '.txt'
+    return splitext(path.removesuffix('.gz').removesuffix('.zst'))[1].lower() or '.txt'
 
 
-def rows_of_file(path, columns, piece=PIECE):
-    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
-    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
-    kind = kind_of(path)
-    if kind == '.parquet':
-        return rows_of_parquet(path, columns)
-    if kind in ('.csv', '.tsv'):
-        return rows_of_csv(path, ',' if kind == '.csv' else '\t')
-    text = files.text_of(path)
-    return rows_of_txt(text, piece) if kind == '.txt' else ROWS_OF[kind](text)
-
-
-def rows_of_parquet(path, columns):
-    """Yield the rows of a parquet file, of those columns that it has; of all where it lacks the first."""
+def rows_of_parquet(path, columns, _):
+    """Yield the rows of a parquet file, of those columns that it has; where it has none, of all."""
     import pyarrow.parquet as pq
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
     names = file.schema_arrow.names
     check_names(names)
-    if columns and columns[0] in names:
-        names = [name for name in names if name in columns]
+    names = [name for name in names if name in (columns or ())] or names
     for batch in file.iter_batches(16, columns=names, use_threads=False):
-        for row in zip(*batch.columns):
-            try:
-                row = {name: value.as_py() for name, value in zip(names, row)}
-                yield {name: value.decode() if isinstance(value, bytes) else value
-                       for name, value in row.items()}
-            except UnicodeDecodeError as error:
-                yield DataError(error)
+        for row in batch.to_pylist():
+            yield {name: value.decode() if isinstance(value, bytes) else value for name, value in row.items()}
 
 
 def check_names(names):
     """Raise ValueError where two columns have a name, since rows would lose one of them."""
-    named = [*filter(None, names)]
-    if len({*named}) < len(named):
-        raise ValueError(f'its header names a column twice ({", ".join(named):.300}): rename one')
+    if len({*names}) < len(names):
+        raise ValueError(f'its header names a column twice ({", ".join(names):.300}): rename one')
 
 
-def rows_of_csv(path, delimiter):
-    """Yield the rows of CSV, each column as text. The first row names the columns. Raises pyarrow's error,
-    with the number of the row, for one that has not as many fields."""
-    from pyarrow import csv, string
-    how = (csv.ReadOptions(use_threads=False, block_size=BLOCK),
-           csv.ParseOptions(delimiter=delimiter, newlines_in_values=True))
-    with files.open_bytes(path) as file:
-        names = csv.open_csv(file, *how).schema.names
-    check_names(names)
-    with files.open_bytes(path) as file:
-        as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, string()))
-        for batch in csv.open_csv(file, *how, as_text):
-            yield from batch.to_pylist()
+def rows_of_csv(path, *_):
+    """Yield the rows of CSV, each column as text. The first row names the columns. Raises ValueError for a
+    row that has not as many fields, and csv.Error."""
+    csv.field_size_limit(BLOCK)
+    delimiter = '\t' if kind_of(path) == '.tsv' else ','
+    rows = csv.DictReader(files.lines_of(path), delimiter=delimiter, strict=True)
+    check_names(rows.fieldnames or ())
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(f'the row that ends in line {rows.line_num} has other fields than the header')
+        yield row
 
 
-def rows_of_json(text):
-    """Yield the rows of a JSON file: a list of them, or one a line."""
-    text = ''.join(text).lstrip()
-    yield from json.loads(text) if text.startswith('[') else rows_of_jsonl([text])
-
-
-def rows_of_jsonl(text):
-    """Yield the rows of JSON lines."""
-    for line in filter(str.strip, files.lines_of(text)):
+def rows_of_json(path, *_):
+    """Yield the rows of JSON: one a line, or a list of them, which may take several lines."""
+    lines = filter(str.strip, files.lines_of(path))
+    for line in lines:
+        if line.lstrip().startswith('['):
+            yield from json.loads(line + ''.join(lines))
+            return
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
             yield DataError(f'a line is a row, and this one is no JSON ({first_line(error)})')
 
 
-def rows_of_py(text):
+def rows_of_py(path, *_):
     """Yield a whole file as one row."""
-    if whole := ''.join(text):
-        yield {'text': whole}
+    if text := ''.join(files.lines_of(path)):
+        yield {'text': text}
 
 
-def rows_of_txt(text, piece):
-    """Yield the documents of a text that comes in parts. A document ends at the mark EOT, without the line
-    ends around it; past `piece` characters at the first blank line; past 8 times so many at a line's end."""
-    kept, size, is_marked = [], 0, False
-    for line in files.lines_of(text, 8 * piece):
+def rows_of_txt(path, _, piece):
+    """Yield the documents of a text. A document ends at the mark EOT, without the line ends around it; past
+    `piece` characters at the first blank line; past 8 times so many at a line's end."""
+    text, is_marked = '', False
+    for line in files.lines_of(path, 8 * piece):
         for number, part in enumerate(line.split(EOT)):
             if number:      # a mark stands before this part
-                yield from [{'text': ''.join(kept).rstrip('\n')}] * bool(size)
-                kept, size, is_marked = [], 0, True
-            if is_marked and not size:
+                yield from [{'text': text.rstrip('\n')}] * bool(text)
+                text, is_marked = '', True
+            if is_marked and not text:
                 part = part.lstrip('\n')
-            kept.append(part)
-            size += len(part)
-            if size >= piece and (size >= 8 * piece or not part.strip()):
-                yield {'text': ''.join(kept)}
-                kept, size, is_marked = [], 0, False
-    yield from [{'text': ''.join(kept)}] * bool(size)
+            text += part
+            if len(text) >= piece and (len(text) >= 8 * piece or not part.strip()):
+                yield {'text': text}
+                text, is_marked = '', False
+    yield from [{'text': text}] * bool(text)
 
 
-ROWS_OF = {'.json': rows_of_json, '.jsonl': rows_of_jsonl, '.py': rows_of_py}
-ENDINGS = '.parquet', '.csv', '.tsv', '.txt', *ROWS_OF
+ROWS_OF = {
+    '.parquet': rows_of_parquet, '.csv': rows_of_csv, '.tsv': rows_of_csv, '.txt': rows_of_txt,
+    '.json': rows_of_json, '.jsonl': rows_of_json, '.py': rows_of_py}
+
+
+def rows_of_file(path, columns, piece=PIECE):
+    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
+    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
+    return ROWS_OF[kind_of(path)](path, columns, piece)
 
 
 def is_one_text(paths):
@@ -246,17 +228,12 @@ def file_rows(paths, meta, columns):
     # of a short text, too, a document begins in the last tenth, which is for validation
     piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
-        try:
+        with stated(f'{path} cannot be read (where it is cut short or damaged, fetch or write it again)'):
             for row in itertools.islice(rows_of_file(path, columns, piece), done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
                 yield row, [path, done, number]
-        except DataError:       # of files.text_of, which names the place
-            raise
-        except Exception as error:
-            raise DataError(f'{path}, after {done:,} rows: {first_line(error)}; where it is cut short or '
-                            'damaged, fetch or write it again') from error
         done = 0
 
 
@@ -273,7 +250,6 @@ def hub_rows(meta, columns):
         import huggingface_hub
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
-            say(f'# {repository} of the hub at revision {meta["revision"]}')
         stream = datasets.load_dataset(
             repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
             revision=meta['revision'])
@@ -331,17 +307,11 @@ class Texts:
 
     def __init__(self, tokenizer, column):
         self.tokenizer, self.columns = tokenizer, [column]
-        self.fast = None
-        self.documents = 0
-        if tokenizer.name != 'gpt2':
-            return
-        try:
-            import gigatoken  # noqa: F401
-        except ImportError:
-            print('tokenized by tiktoken; `pip install gigatoken` makes it faster', flush=True)
-            return
-        self.make_fast()
-        print('tokenized by gigatoken, checked against tiktoken', flush=True)
+        self.fast, self.documents = None, 0
+        if tokenizer.name == 'gpt2':
+            with contextlib.suppress(ImportError):
+                self.make_fast()
+                say('tokenized by gigatoken, checked against tiktoken')
 
     def make_fast(self):
         """Make gigatoken's tokenizer, which keeps every word that it has seen (0.10.0)."""
@@ -372,7 +342,7 @@ class Texts:
             raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
         notes += sft.special_in(text, self.tokenizer)
         self.documents += 1
-        if not self.fast or len(text) > LONGEST:
+        if not self.fast:
             ids = self.tokenizer.encode(text)
         else:
             is_checked = self.documents <= CHECKED_FIRST or self.documents % CHECKED == 0
@@ -632,7 +602,7 @@ def survey(meta, documents, paths):
 def last_part(path, settings, sizes):
     """Return the byte of a text from which on its documents are for validation: the last share, and one
     document at least. sizes: bytes of all documents, if they are few."""
-    whole = sum(len(part.encode()) for part in files.text_of(path))
+    whole = sum(len(line.encode()) for line in files.lines_of(path))
     return min([int(whole * (1 - settings['val_fraction'])), *[sum(sizes[:-1])] * bool(sizes)])
 
 
@@ -651,9 +621,8 @@ def make(config, folder, paths, meta, tokenizer):
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
     writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
     last = write_documents(folder, meta, documents, writers)
-    if unread := paths[last[2] + 1:]:
-        names = ', '.join(map(basename, unread[:3])) + ', ...' * (len(unread) > 3)
-        say(f'max_tokens is reached: {len(paths) - len(unread)} of {len(paths)} files were read, not {names}')
+    if config['max_tokens']:
+        say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
     if tokenizer.folder:
         tokenizer.save(folder)
     check_lost(meta)
@@ -665,13 +634,8 @@ def make(config, folder, paths, meta, tokenizer):
 
 def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
-    names = {'bytes': 'bytes of targets'} if meta['template'] else {}
     for split, counts in meta['splits'].items():
-        line = ', '.join(f'{n:,} {names.get(unit, unit)}' for unit, n in counts.items())
-        print(f'{split:5} {line}')
-    train, val = (meta['splits'][split]['tokens'] for split in ('train', 'val'))
-    if val > 2 * max(meta['settings']['val_fraction'], 0.1) * (train + val):
-        print(f'{val / (train + val):.0%} of all tokens are for validation, by a few long documents')
+        print(f'{split:5}', ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
     if progress['lost']:
         share = progress['lost'] / progress['compared']
         print(f'the tokenizer does not write {share:.1%} of the characters that were compared')
@@ -754,8 +718,6 @@ def prepare(config, name, known):
     shards are there, whole or not."""
     folder, tokenizer = shards.prepared_dir(config), get_tokenizer(config['tokenizer'])
     paths, meta = describe(config, name, known, tokenizer)
-    if config['split_name'] in shards.HELD_OUT:
-        say(f'split_name={config["split_name"]}: what is held out of {basename(folder)}, as val_*.bin')
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
     with locked(config['data_dir'], folder):
@@ -770,8 +732,10 @@ def prepare(config, name, known):
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
-    words = shlex.join(['python', 'train_fp8.py', *training_words(config, name, meta)])
-    say(f'{folder} is ready' + f'; to train on it: {words}' * (shards.BEFORE_TRAINING not in os.environ))
+    if template := meta['template']:
+        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {config["tokenizer"]}'
+        say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
+    say(f'{folder} is ready')
 
 
 @contextlib.contextmanager
@@ -800,7 +764,7 @@ def find_half(config, folder, settings):
     before = there.get('settings')
     before = before if isinstance(before, dict) else {}
     position = there.get('progress', {}).get('position')
-    if position and len(position) == 3 and isinstance(before.get('files'), list):   # local files, half done
+    if position and before.get('files'):    # local files, half done
         read = slice(position[2] + 1)
         if before['files'][read] == settings['files'][read]:     # those behind may be fetched again
             before['files'] = settings['files']
@@ -812,21 +776,6 @@ def find_half(config, folder, settings):
     return {} if changes else there
 
 
-def training_words(config, name, meta):
-    """Return the words, after train_fp8.py, that train on a dataset. Print what made its examples."""
-    asked, template = config['tokenizer'], meta['template']
-    words = [f'--dataset={config["dataset"]}', *shards.naming_flags(config)]
-    if template:    # of the model whose tokenizer this is
-        by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {asked}'
-        say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
-        words.append(f'--init_from={"MODEL" if asked in TOKENIZERS else asked}')
-    elif asked == 'byte':
-        words.insert(0, f'config/{"shakespeare_cpu" if name == "shakespeare" else "quickstart"}.py')
-    elif (name, asked) == ('fineweb_edu', 'gpt2'):
-        words.insert(0, 'config/gpt2_fp8.py')
-    return [*words, f'--checkpoint_dir=checkpoints_{name}']
-
-
 def prepare_hellaswag(config, known):
     """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, their jsonl, or
     fetched. Raises SettingError where a file is there that --data_files would replace."""
@@ -835,7 +784,7 @@ def prepare_hellaswag(config, known):
         raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
     if given:
         with stated(f'{given} is no jsonl of HellaSwag items'):
-            text = ''.join(files.text_of(given))
+            text = ''.join(files.lines_of(given))
             for line in text.splitlines():
                 json.loads(line)['endings'][int(json.loads(line)['label'])]
             if not text:
@@ -870,9 +819,7 @@ if __name__ == '__main__':
     try:
         main(config)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            error = MachineError('stopped; the same command goes on from the last finished shard')
-        code = getattr(error, 'exit_code', 1)
+        _, code = error_line(error)
         with contextlib.suppress(SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()

@@ -23,7 +23,7 @@ device = 'auto'         # auto (cuda, else cpu) | cuda | cpu
 config = configure(__file__)
 globals().update(config)
 
-from fp8gpt.files import text_of
+from fp8gpt.files import lines_of
 from fp8gpt.tokenizer import check_exists, is_pretrained
 
 if system and not chat:
@@ -34,7 +34,7 @@ if prompt.startswith('FILE:'):
     path = os.path.expanduser(prompt.removeprefix('FILE:'))
     if not os.path.isfile(path):
         raise MissingError(f'there is no prompt file {path}')
-    prompt = ''.join(text_of(path))
+    prompt = ''.join(lines_of(path))
 check_exists(ckpt)
 
 # Imported only now: --help and a mistake in the settings are answered without waiting for torch.

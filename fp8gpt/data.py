@@ -10,16 +10,16 @@ The permutation is a Feistel network (Luby & Rackoff 1988) over the next power o
 lands below n (Black & Rogaway 2002, "cycle walking"): O(1) memory for any n.
 """
 import bisect
-import collections
-import concurrent.futures
 import functools
 import os
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError
-from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_meta, read_split
+from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_meta, read_splits
 
 
 class TokenData:
@@ -28,17 +28,13 @@ class TokenData:
     folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
     shards where there is no meta.json), `n_windows`, `tokens_per_epoch`, `packing` (None where shards have no
     masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises MissingError, DataError as
-    read_split does, SettingError where the split has no whole window."""
+    read_splits does, SettingError where the split has no whole window."""
 
     def __init__(self, folder, split, block_size):
         meta = read_meta(folder)
-        files = read_split(folder, split, meta)
-        self.shards, self.masks, self.ends = [], [], {}     # ends: index of a shard -> [(path, bytes)]
-        for file, shard in files.items():
-            part = self.masks if is_mask(file) else self.shards
-            end = os.path.join(folder, file), shard.offset + shard.nbytes
-            self.ends.setdefault(len(part), []).append(end)
-            part.append(np.asarray(shard))
+        files = read_splits(folder, meta, split)
+        self.shards = [shard for file, shard in files.items() if not is_mask(file)]
+        self.masks = [mask for file, mask in files.items() if is_mask(file)]
         if not self.shards:
             raise MissingError(f'{folder} has no {split} shards: it wants some called train_*.bin or '
                                'x_train_*.bin, and some called val_*.bin or x_val_*.bin')
@@ -92,10 +88,10 @@ class TokenData:
             start -= self.starts[shard]
             last = end + length
             while end < last:  # once, but for a window that runs on into the next shard
-                for path, size in self.ends[shard]:
-                    if os.stat(path).st_size < size:    # reading past its end would end the process by SIGBUS
-                        raise DataError(f'{path} was cut short while it was read; {AGAIN}')
-                part = shards[shard][start:start + last - end]
+                part = shards[shard]
+                if os.stat(part.filename).st_size < part.offset + part.nbytes:      # else SIGBUS
+                    raise DataError(f'{part.filename} was cut short while it was read; {AGAIN}')
+                part = part[start:start + last - end]
                 window[end:end + len(part)] = part
                 end += len(part)
                 shard += 1
@@ -193,8 +189,8 @@ class Loader:
         self.position = position  # sequences consumed by all ranks
         self.first = position + rank * batch_size  # number of the next sequence to ask for
         self.waited = 0.0
-        self.pool = concurrent.futures.ThreadPoolExecutor(num_workers) if num_workers else None
-        self.queue = collections.deque()  # functions that return micro-batches, the next one first
+        self.pool = ThreadPoolExecutor(num_workers) if num_workers else None
+        self.queue = deque()  # functions that return micro-batches, the next one first
         for _ in range(2 * num_workers or 1):
             self._ask()
 

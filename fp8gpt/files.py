@@ -1,25 +1,23 @@
 """Write files whole or not at all, hold locks, read texts and logs, find checkpoints."""
-import contextlib
-import errno
 import fcntl
 import glob
 import io
-import itertools
 import json
-import math
 import os
 import secrets
 import socket
 import time
 import weakref
+from contextlib import suppress
+from errno import EINVAL, ENOLCK, ENOSYS, EOPNOTSUPP
+from itertools import chain, count
 from os.path import dirname, exists, isdir, isfile, join, lexists, samefile
+from pathlib import Path
 
-from configurator import (  # noqa: F401  files.printable has callers
-    STARTED, DataError, MachineError, MissingError, first_line, printable, say)
+from configurator import STARTED, DataError, MachineError, MissingError, say
 
 PACKED = '.gz', '.zst'      # endings of files that are unpacked
 SILENT = 600    # seconds after which a requeued run takes a lock that nothing but its file shows to be held
-PART = 2**20    # characters that text_of yields at once
 
 
 def write(path, fill):
@@ -29,7 +27,7 @@ def write(path, fill):
     temporary = temporary_name(path)
     try:
         if lexists(path) and os.lstat(path).st_rdev:
-            raise OSError(errno.EINVAL, 'it is a device')
+            raise OSError(EINVAL, 'it is a device')
         os.makedirs(dirname(path) or '.', exist_ok=True)
         with open(temporary, 'xb') as file:     # x: made anew, through no link
             fill(file)
@@ -63,7 +61,7 @@ def rename(old, new):
         os.fsync(folder)
     except OSError as error:
         # some network and FUSE file systems cannot
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in (EINVAL, EOPNOTSUPP, ENOSYS):
             raise
     finally:
         os.close(folder)
@@ -71,7 +69,7 @@ def rename(old, new):
 
 def remove(path):
     """Remove a file, if it exists and can be removed."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.remove(path)
 
 
@@ -90,68 +88,46 @@ def write_json(path, value):
     write_text(path, json_text(value, indent=1))
 
 
-def open_bytes(path):
-    """Open a file to read its bytes; those of a .gz or .zst file are unpacked."""
-    if not path.endswith(PACKED):
-        return open(path, 'rb')
+def lines_of(path, longest=-1):
+    """Yield the lines, with their ends, of a text in UTF-8, with or without a byte order mark, which may be
+    packed; of a line with more than `longest` characters, pieces of that length. Line ends are as Python
+    reads them. Raises DataError for other bytes, and for a NUL, which other encodings have."""
     import pyarrow
-    return pyarrow.input_stream(path)   # it detects the compression by the name
-
-
-def text_of(path):
-    """Yield the text of a file in UTF-8, with or without a byte order mark, in parts, with line ends as
-    Python reads them. Raises DataError for other bytes, and for a NUL, which other encodings have."""
     advice = '`iconv -f latin-1 -t utf-8`, or -f utf-16, writes it so, if it is text'
-    with open_bytes(path) as raw, io.TextIOWrapper(io.BufferedReader(raw), 'utf-8-sig') as file:
+    raw = pyarrow.input_stream(path)    # it detects the compression by the name
+    with io.TextIOWrapper(io.BufferedReader(raw), 'utf-8-sig') as file:
         try:
-            while part := file.read(PART):
+            while part := file.read(2**20) + file.readline(longest):
                 if '\0' in part:
                     raise DataError(f'{path} has a NUL, and so is not UTF-8: {advice}')
-                yield part
+                text = io.StringIO(part)
+                while line := text.readline(longest):
+                    yield line
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             raise DataError(f'{path}, byte {at:,}: not UTF-8 ({error.reason}): {advice}') from None
 
 
-def lines_of(text, longest=math.inf):
-    """Yield the lines, with their ends, of a text that comes in parts; of a part's last line, if it is longer
-    than `longest` characters, pieces of that length."""
-    rest = ''
-    for part in text:
-        *lines, rest = (rest + part).split('\n')
-        for line in lines:
-            yield line + '\n'
-        while len(rest) > longest:
-            yield rest[:longest]
-            rest = rest[longest:]
-    if rest:
-        yield rest
-
-
 def read_json(path):
     """Return the JSON object in a file; {} where there is none, or no file: a pipe would be waited for.
     Raises OSError for a file that cannot be read, as without permission."""
-    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+    value = {}
+    with suppress(FileNotFoundError, ValueError, RecursionError):
         if isfile(path):
-            with open(path, encoding='utf-8') as file:
+            with open(path, 'rb') as file:
                 value = json.load(file)
-            return value if isinstance(value, dict) else {}
-    return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_log(path):
     """Return the records of a log.jsonl, [] where there is none, or no file: a pipe would be waited for.
     Lines that a kill or a disk damaged are left out."""
     records = []
-    if not isfile(path):
-        return records
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                step = record.get('step') if isinstance(record, dict) else None
-                if type(step) is int and 0 <= step < 2**63:
-                    records.append(record)
+    for line in Path(path).read_bytes().splitlines() if isfile(path) else ():
+        with suppress(ValueError, RecursionError, TypeError, KeyError):     # no JSON, or no record
+            record = json.loads(line)
+            if type(record['step']) is int and 0 <= record['step'] < 2**63:
+                records.append(record)
     return records
 
 
@@ -183,7 +159,7 @@ class Lock:
             if found != seen:
                 seen, changed = found, now
             requeued = 'SLURM_RESTART_COUNT' in os.environ and f'{self.job},' in found[0]
-            said = self.refusal
+            waits, said = requeued or self.waits, self.refusal
             if self.is_by_file:
                 age = max(0, time.time() - found[1])
                 said += (f'; {self.path} is of {found[0] or "nobody"}, touched {age:.0f} s ago: remove it if '
@@ -191,27 +167,27 @@ class Lock:
             if requeued and self.is_by_file and now - changed > SILENT:
                 say(f'{self.path} has not changed for {SILENT} s: taken over')
                 remove(self.path)
-            elif (requeued or self.waits) and now - started >= next_line:
+            elif waits and now - started >= next_line:
                 say(f'waiting: {said}')
                 next_line += 60
-            elif not (requeued or self.waits) and now - started > 1:
+            elif not waits and now - started > 1:
                 raise DataError(said)
             time.sleep(0.2)
+        return self
 
     def _try(self):
         """Try once to take the lock, and return whether this process holds it."""
-        is_new = True
         try:
-            file = open(self.path, 'x+')
+            file, is_new = open(self.path, 'x+'), True
         except FileExistsError:
-            is_new, file = False, open(self.path, 'r+', errors='replace')
+            file, is_new = open(self.path, 'r+', errors='replace'), False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             taken = os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))   # it may just be removed
         except (BlockingIOError, FileNotFoundError):
             taken = False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            if error.errno not in (ENOSYS, ENOLCK, EOPNOTSUPP):
                 raise DataError(f'{self.path} cannot be locked ({error.strerror}): take a folder on another '
                                 'disk') from error
             taken, self.is_by_file = is_new, True
@@ -230,21 +206,19 @@ class Lock:
 
     def _look(self):
         """Return (the line that names the holder, when the file was last touched)."""
-        with contextlib.suppress(FileNotFoundError), open(self.path, errors='replace') as file:
+        with suppress(FileNotFoundError), open(self.path, errors='replace') as file:
             return file.readline(), os.fstat(file.fileno()).st_mtime
         return '', 0.0
 
     def check(self):
         """Touch the file, a sign of life. Raises MachineError where it names another holder, or is gone."""
-        with contextlib.suppress(OSError):      # a disk that does not answer says nothing
+        with suppress(OSError):      # a disk that does not answer says nothing
             if self._look()[0] == self.holder:
                 return os.utime(self.path)
             raise MachineError(f'{self.path} is not the lock of this run any more: another run writes to '
                                'this folder, so this one stops, and saves nothing')
 
-    def __enter__(self):
-        self.take()
-        return self
+    __enter__ = take
 
     def __exit__(self, *error):
         self.release()
@@ -252,7 +226,7 @@ class Lock:
 
 def _release(file, holder):
     """Remove a lock's file, unless it names another holder by now, and close it."""
-    with contextlib.suppress(OSError), open(file.name) as now:
+    with suppress(OSError), open(file.name) as now:
         if now.readline() == holder:
             os.remove(file.name)
     file.close()
@@ -261,10 +235,11 @@ def _release(file, holder):
 def set_aside(path, ending, first=''):
     """Rename a file to the first name that is free, of its own with `ending` and then `first`, 2, 3, ...
     Return that name."""
-    names = (f'{path}{ending}{number}' for number in itertools.chain([first], itertools.count(2)))
-    aside = next(name for name in names if not lexists(name))
-    os.rename(path, aside)
-    return aside
+    for number in chain([first], count(2)):
+        aside = f'{path}{ending}{number}'
+        if not lexists(aside):
+            os.rename(path, aside)
+            return aside
 
 
 def is_in(directory, path):
@@ -289,9 +264,7 @@ def checkpoint_file(path):
     file = checkpoint_of(path)
     if isfile(file):
         return file
-    is_theirs = isfile(join(path, 'config.json'))
-    others = f'; {path} is a model that transformers loads as it is' if is_theirs else checkpoints()
-    raise MissingError(f'there is no checkpoint {file}{others}')
+    raise MissingError(f'there is no checkpoint {file}{checkpoints()}')
 
 
 def checkpoints():

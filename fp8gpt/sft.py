@@ -10,7 +10,6 @@ text is tokenized once, so that the ids are those of transformers' apply_chat_te
 token inside a message stays text. The assistant's words and the token that ends them are targets; nothing
 else is. An example of PLAIN begins as a document does; a chat template writes its own beginning.
 """
-import contextlib
 import datetime
 import glob
 import itertools
@@ -21,12 +20,12 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from os.path import dirname, isfile, join
 
 import numpy as np
 
-from configurator import (
-    HERE, DataError, MissingError, SettingError, first_line, say)
+from configurator import HERE, DataError, MissingError, SettingError, first_line, say
 from fp8gpt import files, shards
 from fp8gpt.shards import START, TARGET
 from fp8gpt.tokenizer import identity_of_folder, whole_characters
@@ -92,9 +91,10 @@ def conversation(row, columns):
     system = as_text(row.get('system'))
     if not (system and messages):
         return messages
-    if messages[0]['role'] == 'system' and messages[0]['content'] != system:
+    has_one = messages[0]['role'] == 'system'
+    if has_one and messages[0]['content'] != system:
         raise DataError('its column system and its system message differ')
-    return [{'role': 'system', 'content': system}, *messages[messages[0]['role'] == 'system':]]
+    return [{'role': 'system', 'content': system}, *messages[has_one:]]
 
 
 def refuse_calls_and_flags(entry):
@@ -119,12 +119,6 @@ def as_text(value):
     if value is None or isinstance(value, str):
         return value or ''
     raise DataError(f'{value!r:.40} is no text')
-
-
-def are_messages(value):
-    """Return whether a value is a list of messages in OpenAI's form."""
-    return bool(value) and isinstance(value, list) and all(
-        isinstance(each, dict) and {'role', 'content'} <= each.keys() for each in value)
 
 
 def message_of(entry):
@@ -173,9 +167,9 @@ class Examples:
         self.template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
         self.marks_answers = bool(MARKED.search(template))
         self.header = self.opening = ''
-        with contextlib.suppress(DataError):    # of a template that wants other messages
-            chat = pair('a', '')
-            question, prompt = self.render(chat[:1]), self.render(chat[:1], True)
+        with suppress(DataError):    # of a template that wants other messages
+            chat = pair('a', '')[:1]
+            question, prompt = self.render(chat), self.render(chat, True)
             # what it adds to a question as the prompt of an answer, maybe before its last blanks
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
@@ -219,12 +213,8 @@ class Examples:
     def _plain(self, messages):
         """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
-        contents = [message['content'] for message in messages]
-        first = len(contents) % 2       # 1: there is a system message
-        turns = zip(contents[first::2], contents[first + 1::2])
-        texts = [PLAIN.format(prompt=question, completion=answer) for question, answer in turns]
-        completion = contents[-1]
-        before = '\n\n'.join([*contents[:first], *texts]).removesuffix(completion)
+        *system, prompt, completion = [message['content'] for message in messages]
+        before = '\n\n'.join([*system, PLAIN.format(prompt=prompt, completion='')])
         known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
@@ -388,7 +378,7 @@ def special_in(text, tokenizer):
 
 def is_target(message):
     """Return whether a message is an answer to be learned: with words, and without OpenAI's weight of 0."""
-    return message['role'] == 'assistant' and message.get('weight') != 0 and bool(words_of(message))
+    return message['role'] == 'assistant' and message.get('weight') != 0 and words_of(message) != ''
 
 
 def words_of(message):
@@ -444,9 +434,8 @@ def prepare_examples(config):
     folder = shards.dataset_dir(config)
     if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
-    words = [name if of_file else dataset, *shards.naming_flags(config)]
-    words += [f'--data_files={dataset}'] * of_file
-    command = shlex.join(['python', 'prepare_data.py', *words])
+    words = ['prepare_data.py', *shards.words_to_prepare(config)]
+    command = shlex.join(['python', *words])
     if os.environ.get('WORLD_SIZE', '1') != '1' and int(os.environ.get('LOCAL_RANK', 0)):
         while not _is_prepared(folder):
             time.sleep(1)
@@ -455,8 +444,7 @@ def prepare_examples(config):
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
         say(f'data      {folder} is prepared by `{command}`:')
-        done = subprocess.run([sys.executable, join(HERE, 'prepare_data.py'), *words],
-                              env=os.environ | {shards.BEFORE_TRAINING: '1'})
+        done = subprocess.run([sys.executable, join(HERE, words[0]), *words[1:]])
         if done.returncode:
             raise SystemExit(done.returncode)
     if of_file:     # so that a resume finds it after the file is edited or gone

@@ -19,6 +19,7 @@ import shlex
 import zlib
 from glob import glob
 from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join
+from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +34,6 @@ TARGET, START = 1, 2  # bits of a mask
 HASHED = 2**26  # bytes of local files whose content is compared, too; of more, names and sizes
 LOOKED_AT = 2**20   # tokens of each shard whose ids are compared with the vocabulary
 AGAIN = 'prepare the dataset again with --overwrite, or fetch it again'
-BEFORE_TRAINING = 'FP8GPT_BEFORE_TRAINING'   # in the environment of a prepare_data.py that a run has started
 HELD_OUT = 'validation', 'test'  # names by which users ask for val_*.bin
 # endings of a file of examples, which a training script prepares by itself
 ROWS = tuple(kind + packed for kind in ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
@@ -90,10 +90,9 @@ def hash_of_files(paths):
     """Return a hash of each file's name and size, and of its content if they are small."""
     few, hashes = sum(map(getsize, paths)) < HASHED, []
     for path in paths:
-        with open(path, 'rb') as file:
-            digest = hashlib.sha256(file.read()).hexdigest() if few else ''
-        about = basename(path), getsize(path), digest
-        hashes.append(hashlib.sha256(repr(about).encode()).hexdigest()[:16])
+        content = hashlib.sha256(Path(path).read_bytes()).hexdigest() if few else ''
+        about = repr((basename(path), getsize(path), content))
+        hashes.append(hashlib.sha256(about.encode()).hexdigest()[:16])
     return hashes
 
 
@@ -107,8 +106,7 @@ def dataset_dir(config):
 def prepared_dir(config):
     """Return where prepare_data.py puts a dataset: data_dir/<dataset>[-<split>]-<tokenizer>. A tokenizer's
     folder or org/name counts by its last part."""
-    tokenizer = basename(abspath(config['tokenizer']))
-    parts = name_of_prepared(config), split_of(config), tokenizer
+    parts = name_of_prepared(config), split_of(config), basename(abspath(config['tokenizer']))
     return join(config['data_dir'], '-'.join(filter(None, parts)))
 
 
@@ -126,13 +124,25 @@ def naming_flags(config):
     return [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
 
 
+def words_to_prepare(config):
+    """Return the words, after prepare_data.py, that prepare the dataset which a script's settings name."""
+    asked, name, texts = config['dataset'], name_of_prepared(config), []
+    if asked.endswith(ROWS):
+        texts = [f'--data_files={asked}']
+    elif is_of_hub(asked):
+        name = asked
+    elif name not in DATASETS:
+        texts = ['--data_files=YOUR_TEXTS']
+    return [name, *naming_flags(config), *texts]
+
+
 def split_of(config):
     """Return the split of a dataset that is prepared, of which any has a held-out part; '' for the only one.
     Raises SettingError for a split_name that the dataset lacks."""
     dataset, split_name = config['dataset'], config['split_name']
     splits = DATASETS.get(dataset_name(dataset), {}).get('splits', ())
     if split_name in ('', *HELD_OUT):
-        return next(iter(splits), '')
+        return splits[0] if splits else ''
     if split_name not in splits and (splits or '/' not in dataset):
         there = ', '.join(splits) or 'none to choose from'
         raise SettingError(f'{dataset} has no split {split_name!r}: there are {there}')
@@ -165,19 +175,20 @@ class ShardWriter:
     last one, if it is not full, is read back as far as it is listed, and continued."""
 
     def __init__(self, folder, split, shard_tokens, vocab_size, listed=(), masked=False):
-        self.folder = folder
-        self.split = split
-        self.shard_tokens = shard_tokens
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.format, dtype = next(
             (key, dtype) for key, dtype in FORMATS.items() if vocab_size <= 256 ** dtype.itemsize)
         self.dtypes = [dtype, np.dtype('u1')] if masked else [dtype]
         self.shards = [shard for shard in listed if shard['file'].startswith(split)]  # the full ones
-        self.tokens = 0  # of the shard under way
-        self.bodies = [[] for _ in self.dtypes]     # arrays of documents
+        self.begin()
         if self.shards and self.shards[-1]['tokens'] < shard_tokens:
             self.tokens = self.shards.pop()['tokens']
             for body, path in zip(self.bodies, self.paths()):
-                body.append(read_shard(path)[:self.tokens])
+                body += read_shard(path)[:self.tokens].tobytes()
+
+    def begin(self):
+        """Begin a shard."""
+        self.tokens, self.bodies = 0, [bytearray() for _ in self.dtypes]
 
     def paths(self):
         """Return the paths of the shard under way and of its mask."""
@@ -187,15 +198,12 @@ class ShardWriter:
     def add(self, document):
         """Append a document's ids (n,), or its ids and mask (n, 2). Return whether that ended a shard."""
         for body, dtype, column in zip(self.bodies, self.dtypes, document.reshape(len(document), -1).T):
-            body.append(np.ascontiguousarray(column, dtype))
-            if len(body) > 1000:    # an array of its own takes a hundred bytes, and a document may be short
-                body[:] = [np.concatenate(body)]
+            body += column.astype(dtype).tobytes()
         self.tokens += len(document)
         if self.tokens < self.shard_tokens:
             return False
         self.shards = self.save()
-        self.tokens = 0
-        self.bodies = [[] for _ in self.dtypes]
+        self.begin()
         return True
 
     def save(self):
@@ -204,13 +212,11 @@ class ShardWriter:
             return self.shards
         header = np.zeros(HEADER, '<i4')
         header[:3] = *self.format, self.tokens
-        checksums = {}
+        shard = {'file': basename(self.paths()[0]), 'tokens': self.tokens}
         for name, path, body in zip(['crc32', 'mask_crc32'], self.paths(), self.bodies):
-            files.write(path, lambda file: file.writelines([header, *body]))
-            checksums[name] = 0
-            for part in body:
-                checksums[name] = zlib.crc32(part, checksums[name])
-        return [*self.shards, {'file': basename(self.paths()[0]), 'tokens': self.tokens, **checksums}]
+            files.write(path, lambda file: file.writelines([header, body]))
+            shard[name] = zlib.crc32(body)
+        return [*self.shards, shard]
 
 
 # ------------------------------------------------------------------------------- reading
@@ -220,31 +226,24 @@ def read_shard(path):
     file is missing, or its header and size do not agree."""
     if not isfile(path):
         raise DataError(f'{path} is missing, or no file; {AGAIN}')
-    header = np.fromfile(path, '<i4', HEADER).tolist()
-    if len(header) < HEADER or tuple(header[:2]) not in FORMATS:
+    *form, tokens = [*np.fromfile(path, '<i4', 3).tolist(), 0, 0, 0][:3]
+    if tuple(form) not in FORMATS:
         raise DataError(f'{path} is not a token shard (no known magic and version in its header; nanoGPT\'s '
                         'files have none): give the texts to prepare_data.py')
-    dtype = np.dtype('u1') if is_mask(path) else FORMATS[tuple(header[:2])]
+    dtype = np.dtype('u1') if is_mask(path) else FORMATS[tuple(form)]
     there = (getsize(path) - HEADER * 4) / dtype.itemsize
-    if header[2] != there:
-        raise DataError(f'{path} is damaged: {header[2]:,} tokens promised, {int(there):,} there; {AGAIN}')
-    return np.memmap(path, dtype, 'r', HEADER * 4, (header[2],))
+    if tokens != there:
+        raise DataError(f'{path} is damaged: {tokens:,} tokens promised, {int(there):,} there; {AGAIN}')
+    return np.memmap(path, dtype, 'r', HEADER * 4, (tokens,))
 
 
 def find_dataset(config):
     """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
     the command that prepares it, where there are no shards, and what read_meta raises."""
-    folder, asked = dataset_dir(config), config['dataset']
+    folder = dataset_dir(config)
     if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
-        name, texts = name_of_prepared(config), []
-        if asked.endswith(ROWS):
-            texts = [f'--data_files={asked}']
-        elif is_of_hub(asked):
-            name = asked        # of the hub
-        elif name not in DATASETS:
-            texts = ['--data_files=YOUR_TEXTS']
-        words = [name, *naming_flags(config), *texts]
-        raise MissingError(f'no shards in {folder}: run `python prepare_data.py {shlex.join(words)}`')
+        words = shlex.join(words_to_prepare(config))
+        raise MissingError(f'no shards in {folder}: run `python prepare_data.py {words}`')
     return folder, read_meta(folder)
 
 
@@ -266,34 +265,34 @@ def read_meta(folder):
 
 
 def listed(meta):
-    """Return {file: (its tokens, its crc32)} of all shards and masks in meta.json."""
+    """Return {file: [its tokens, its crc32]} of all shards and masks in meta.json."""
     found = {}
     for shard in meta.get('shards', ()):
-        found[shard['file']] = shard['tokens'], shard['crc32']
+        found[shard['file']] = [shard['tokens'], shard['crc32']]
         if 'mask_crc32' in shard:
-            found[mask_of(shard['file'])] = shard['tokens'], shard['mask_crc32']
+            found[mask_of(shard['file'])] = [shard['tokens'], shard['mask_crc32']]
     return found
 
 
-def read_split(folder, split, meta):
-    """Return {file: its tokens or mask, memory-mapped} of a split. Raises DataError where a file is missing,
+def read_splits(folder, meta, *splits):
+    """Return {file: its tokens or mask, memory-mapped} of splits. Raises DataError where a file is missing,
     damaged or not listed in meta.json, or does not have the length that is listed there, or another format
     than the others."""
-    expected = {file: tokens for file, (tokens, _) in listed(meta).items()}
-    shards, names = {}, sorted({*expected, *glob('*.bin', root_dir=folder)})
+    expected, shards = listed(meta), {}
+    names = sorted({*expected, *glob('*.bin', root_dir=folder)})
     usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)    # Python's maps keep their files open
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual + len(names), most), most))
     for file in names:
-        if split_of_file(file) != split:
+        if split_of_file(file) not in splits:
             continue
         shards[file] = read_shard(join(folder, file))
-        there, tokens = len(shards[file]), expected.get(file, 0)
+        there, (tokens, _) = len(shards[file]), expected.get(file, (0, 0))
         if meta and there != tokens:
             raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
                             f'{AGAIN}')
     if len({shard.dtype for file, shard in shards.items() if not is_mask(file)}) > 1:   # ids would wrap
-        raise DataError(f'{folder}: its {split} shards are of two tokenizers: some hold 2 bytes a token, '
+        raise DataError(f'{folder}: its shards are of two tokenizers: some hold 2 bytes a token, '
                         'some 4; give each a folder')
     return shards
 
@@ -303,11 +302,12 @@ def check(folder, vocab_size=2**32):
     crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first LOOKED_AT tokens.
 
     Raises DataError or SettingError for the first wrong shard, and what read_meta raises."""
-    meta, contents = read_meta(folder), {}
-    expected = listed(meta)
-    for file, shard in (read_split(folder, 'train', meta) | read_split(folder, 'val', meta)).items():
+    meta = read_meta(folder)
+    contents = listed(meta)
+    for file, shard in read_splits(folder, meta, 'train', 'val').items():
         first = shard[:LOOKED_AT]
-        contents[file] = [len(shard), expected[file][1] if meta else zlib.crc32(first)]
+        if not meta:
+            contents[file] = [len(shard), zlib.crc32(first)]
         if (largest := int(first.max(initial=0))) >= vocab_size:
             raise SettingError(f'{join(folder, file)} has token {largest:,}, outside the vocabulary of '
                                f'{vocab_size:,} tokens: give the --tokenizer that it was made for, or, where '
@@ -318,9 +318,8 @@ def check(folder, vocab_size=2**32):
 
 def verify(folder, meta):
     """Read all shards of meta, a folder's meta.json. Raises DataError for the first whose crc32 is not the
-    one that is listed, and what read_split raises."""
-    for split in 'train', 'val':
-        for file, shard in read_split(folder, split, meta).items():
-            if zlib.crc32(shard) != listed(meta)[file][1]:
-                raise DataError(f'{join(folder, file)} is damaged: its crc32 is not the one in meta.json; '
-                                f'{AGAIN}')
+    one that is listed, and what read_splits raises."""
+    contents = listed(meta)
+    for file, shard in read_splits(folder, meta, 'train', 'val').items():
+        if zlib.crc32(shard) != contents[file][1]:
+            raise DataError(f'{join(folder, file)} is damaged: its crc32 is not that in meta.json; {AGAIN}')

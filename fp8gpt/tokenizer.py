@@ -13,12 +13,12 @@ ends. `special`: a pattern of the texts of special tokens; `marks`: of those aro
 `chat_template`, or None; `encode`, `decode`, `stream`.
 """
 import codecs
-import contextlib
-import hashlib
 import os
-import pathlib
 import re
+from contextlib import suppress
+from hashlib import sha256
 from os.path import basename, exists, isdir, isfile, join
+from pathlib import Path
 
 import numpy as np
 
@@ -115,12 +115,11 @@ class TiktokenTokenizer(ByteTokenizer):
 
     def encode_text(self, text):
         """Return the ids (n,) of a text without special tokens, uint16."""
-        text = whole_characters(text)
         try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-        except ValueError:  # a million spaces in a row are too many for tiktoken's regex
-            half = len(text) // 2
-            return np.concatenate([self.encode_text(text[:half]), self.encode_text(text[half:])])
+            ids = self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
+        except ValueError:
+            raise DataError('tiktoken cannot encode a million blanks in a row: take some out') from None
+        return ids.astype(np.uint16)
 
     def decode_bytes(self, ids):
         """Return the bytes of the ids; EOT has none, nor have ids past it, which pad many a model."""
@@ -153,7 +152,10 @@ class PretrainedTokenizer:
         # where ids have gaps, the vocabulary's size is less
         known = {*self.library.get_vocab().values()}
         self.vocab_size = max(known, default=-1) + 1
-        self.chat_template = default_template(self.hf.chat_template)
+        template = self.hf.chat_template    # one, or several by name, of which transformers takes `default`
+        if isinstance(template, dict):
+            template = template.get('default')
+        self.chat_template = template if isinstance(template, str) else None
         bos, ends = self._read_ends(known)
         self.eot = ends[0]
         self.start = (bos or ends)[0]
@@ -186,7 +188,7 @@ class PretrainedTokenizer:
         adds to a base model."""
         chat, text = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': 'Here.'}], ''
         for messages in [{'role': 'system', 'content': 'Be brief.'}, *chat], chat:      # some refuse it
-            with contextlib.suppress(Exception):    # of any kind, as a stranger has made it
+            with suppress(Exception):    # of any kind, as a stranger has made it
                 text += self.hf.apply_chat_template(
                     messages, chat_template=self.chat_template, tokenize=False)
         added = {token.content: token for token in self.hf.added_tokens_decoder.values()}
@@ -252,20 +254,13 @@ class PretrainedTokenizer:
 
 def _ids(known, *values):
     """Return the `known` ids among entries of a config, each None, a number or a list."""
-    each = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return [one for one in each if type(one) is int and one in known]
+    each = [value if isinstance(value, list) else [value] for value in values]
+    return [one for some in each for one in some if type(one) is int and one in known]
 
 
 def _any_of(texts):
     """Return a pattern of any of these texts, the longest that fits; without texts, of nothing."""
     return re.compile('|'.join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or r'(?!)')
-
-
-def default_template(templates):
-    """Return a chat template, or None, of transformers' one or several, which have names: as there, `default`
-    writes a chat. What is no text is no template."""
-    template = templates.get('default') if isinstance(templates, dict) else templates
-    return template if isinstance(template, str) else None
 
 
 # ------------------------------------------------------------------------------- by name
@@ -279,14 +274,14 @@ def identity_of_folder(folder):
     path = join(folder, 'tokenizer.json')
     if not isfile(path):
         return ''
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another kind of tokenizer
+    with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another kind of tokenizer
         found = files.read_json(path)
         ids = found['model']['vocab']
         tokens = sorted(ids.keys() - {EOT}, key=ids.get)
         tokens += [token['content'] for token in found.get('added_tokens', ())
                    if token['content'] not in (EOT, *ids)]
-        return KNOWN[hashlib.sha256('\n'.join(tokens).encode()).hexdigest()]
-    return f'sha256:{hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()}'
+        return KNOWN[sha256('\n'.join(tokens).encode()).hexdigest()]
+    return f'sha256:{sha256(Path(path).read_bytes()).hexdigest()}'
 
 
 def identity(name):
@@ -350,7 +345,7 @@ def keep_files(source, target):
 def files_of(folder):
     """Return the paths of a folder's tokenizer files. Raises DataError for a link, which may lead to any file
     of the user; those of the Hugging Face cache lead to its blobs."""
-    folder = pathlib.Path(folder)
+    folder = Path(folder)
     paths = [*map(folder.joinpath, FILES), *folder.glob(TEMPLATES)]
     for path in paths:
         if path.is_symlink() and path.resolve().parent != folder.resolve().parent.parent / 'blobs':

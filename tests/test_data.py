@@ -18,7 +18,7 @@ from configurator import DataError, MissingError, SettingError
 from fp8gpt.data import Loader, TokenData, eval_batches, permute
 from fp8gpt.files import write_json
 from preparing import llm_c, meta
-from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard, read_split
+from fp8gpt.shards import START, TARGET, ShardWriter, check, read_shard, read_splits
 
 
 def write(folder, split, documents, shard_tokens=10**9, vocab_size=50257):
@@ -79,7 +79,7 @@ def test_a_split_is_a_word_of_a_shards_name(tmp_path):
                  'fineweb_val_bytes_000000.bin']:
         (tmp_path / name).write_bytes(llm_c(range(9)))
     for split, files in names.items():
-        assert [*read_split(str(tmp_path), split, {})] == files
+        assert [*read_splits(str(tmp_path), {}, split)] == files
     train, val = (TokenData(str(tmp_path), split, 8) for split in names)
     assert (train.tokens, val.tokens) == (36, 27)
     first, second, third, last = names['train']

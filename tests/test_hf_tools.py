@@ -175,7 +175,7 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
         (2, ['sample.py', f'--ckpt={tmp_path}/base', '--prompt=word39'],
          "the model has no weights for the token 'word39': leave it out"),
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
-        (1, ['hf.py', 'export', f'--ckpt={folder}', flags[1]], 'is a model that transformers loads as it is'),
+        (1, ['hf.py', 'export', f'--ckpt={folder}', flags[1]], f'there is no checkpoint {folder}/latest.pt'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
     ):
         found = refused(*words)
