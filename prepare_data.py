@@ -780,17 +780,12 @@ def prepare_hellaswag(config, known):
     """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, their jsonl, or
     fetched. Raises SettingError where a file is there that --data_files would replace."""
     path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
-    if exists(path) and given and not config['overwrite']:
-        raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
-    if given:
-        with stated(f'{given} is no jsonl of HellaSwag items'):
-            text = ''.join(files.lines_of(given))
-            for line in text.splitlines():
-                json.loads(line)['endings'][int(json.loads(line)['label'])]
-            if not text:
-                raise ValueError('it is empty')
-        files.write_text(path, text)
-    elif config['overwrite'] or not exists(path):
+    if exists(path) and not config['overwrite']:
+        if given:
+            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+    elif given:
+        files.write_text(path, ''.join(files.lines_of(given)))
+    else:
         fetch(path, known)
     say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
 
