@@ -100,23 +100,21 @@ def stated(what):
 
 def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
-    brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
-    paths, asked = {}, 0    # in order
+    brackets or commas it has; a file that is named twice is read twice. Raises MissingError where there are
+    none, SettingError for another kind."""
+    paths = []
     for pattern in [patterns] if exists(expanduser(patterns)) else patterns.split(','):
         path = expanduser(pattern.strip())
         found = [path] if exists(path) else sorted(glob(path, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
-        paths.update(dict.fromkeys(found))
-        asked += len(found)
-    if asked > len(paths):
-        say('a file that is named twice is read once: a mixture weights its files by copies')
+        paths += found
     for path in paths:
         if not os.path.isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
                                'follow (all of a folder: folder/*.txt). Rename other text to .txt, JSON '
                                'lines to .jsonl; save the text of other formats')
-    return list(paths)
+    return paths
 
 
 def kind_of(path):
