@@ -606,6 +606,8 @@ def last_part(path, settings, sizes):
 
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
+    for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+        os.remove(old)
     counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
     tokens = sum(each['tokens'] for each in counts.values())
     documents = encode_rows(config, paths, meta, tokenizer)
@@ -718,15 +720,16 @@ def prepare(config, name, known):
     paths, meta = describe(config, name, known, tokenizer)
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
-    with locked(config['data_dir'], folder):
+    os.makedirs(config['data_dir'], exist_ok=True)
+    lock = join(config['data_dir'], f'.{basename(folder)}.lock')
+    refusal = f'another process is making {folder}: let it end, or make it elsewhere'
+    with files.Lock(lock, refusal, waits='RANK' in os.environ):     # as another node's run does the same
         there = find_half(config, folder, meta['settings'])
         half = there.get('progress')
-        if half and half.keys() >= meta['progress'].keys():
+        if half and half.keys() >= meta['progress'].keys():     # else another version of this began it
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
-        elif half:
-            say(f'{folder} was begun by another version of this: it is made anew')
-        if there and not (half or config['overwrite']):
+        if there and not half and not config['overwrite']:
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
@@ -734,24 +737,6 @@ def prepare(config, name, known):
         by = 'Question:, Answer:' if template == sft.PLAIN else f'the chat template of {config["tokenizer"]}'
         say(f'examples of {" and ".join(meta["settings"]["columns"])}, by {by}')
     say(f'{folder} is ready')
-
-
-@contextlib.contextmanager
-def locked(data_dir, folder):
-    """Hold the lock on a dataset's folder. At the end, remove data_dir if it was made for the lock and has
-    stayed empty."""
-    lock, is_new = join(data_dir, f'.{basename(folder)}.lock'), not exists(data_dir)
-    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    os.makedirs(data_dir, exist_ok=True)
-    try:
-        with files.Lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
-            for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-                os.remove(old)
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            if is_new:
-                os.rmdir(data_dir)
 
 
 def find_half(config, folder, settings):
