@@ -744,18 +744,15 @@ def find_half(config, folder, settings):
     Raises SettingError where the folder holds other shards."""
     path = join(folder, 'meta.json')
     there = files.read_json(path)
-    before = there.get('settings')
-    before = before if isinstance(before, dict) else {}
+    before = there.get('settings', {})
     position = there.get('progress', {}).get('position')
-    if position and before.get('files'):    # local files, half done
-        read = slice(position[2] + 1)
-        if before['files'][read] == settings['files'][read]:     # those behind may be fetched again
-            before['files'] = settings['files']
-    changes = ', '.join('of other files' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
-                        for key, value in settings.items() if before.get(key) != value)
+    read = slice(position[2] + 1 if position and settings['files'] else None)   # those behind may be new
+    if before.get('files', ())[read] == settings['files'][read]:
+        before['files'] = settings['files']
+    changes = [name for name in settings if before.get(name) != settings[name]]
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
-        raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
-                           'replaces them, another --data_dir keeps them')
+        raise SettingError(f'{folder} holds other shards (of other {", ".join(changes)}): prepare_data.py '
+                           'with --overwrite replaces them, another --data_dir keeps them')
     return {} if changes else there
 
 

@@ -445,7 +445,7 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
 
 
-@pytest.mark.parametrize('content', ['of the user', '{"settings": 5}', '{"settings": {}, "shards": 7}'])
+@pytest.mark.parametrize('content', ['of the user', '{"settings": {}, "shards": 7}'])
 def test_a_meta_json_of_others_is_kept_until_overwrite(tmp_path, content):
     words, folder = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path), tmp_path / 'mine-byte'
     folder.mkdir()
@@ -462,12 +462,12 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monke
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
     killed_here(undisturbed.steps // 2, *words, '--val_fraction=0.5')
     code, message = refused_here(*words)
-    assert (code, 'val_fraction 0.5 -> 0.2' in message) == (2, True)
+    assert (code, 'holds other shards (of other val_fraction): ' in message) == (2, True)
     prepare_here(*words, '--overwrite')
     assert everything(folder) == undisturbed.files
     other = [*words, '--max_tokens=300_000']
     code, message = refused_here(*other)
-    assert (code, 'max_tokens 0 -> 300000' in message) == (2, True)
+    assert (code, 'of other max_tokens' in message) == (2, True)
     assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert 'all shards are as meta.json says' in prepare_here(*words, '--verify')
