@@ -176,10 +176,6 @@ class Examples:
                 self.header = prompt[same:].removesuffix(question[same:])
                 self.opening = (self.special.search(self.header) or [self.header])[0]
 
-    def text_of(self, row):
-        """Return the words of a row's messages, which are in what its ids decode to."""
-        return ''.join(message['content'] for message in conversation(row, self.columns))
-
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
         return self.document(conversation(row, self.columns))
@@ -187,7 +183,7 @@ class Examples:
     def document(self, messages):
         """Return (ids and mask (n, 2); the bytes whose hash decides the split; counts; the system message or
         '') of an example; None where no word of the assistant is to be learned. `counts` has the targets and
-        their UTF-8 bytes, and `notes`: what is to be said of the row.
+        their UTF-8 bytes; `notes`: what is to be said of the row; `text`: words that the ids decode to.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
@@ -203,7 +199,8 @@ class Examples:
         is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
         questions = json.dumps(asked if is_asked else messages, default=str)
         notes += ['have answers that begin by a line end, which is left out'] * (messages != before)
-        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
+        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes,
+                  'text': ''.join(each['content'] for each in messages)}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
 

@@ -524,7 +524,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
         assert f'{path}, row 4: {message}' in said
     written(path, [*good, row, *({'messages': sft.pair(f'{i}?', 'yes')} for i in range(20, 30))])
     said = prepare_here('mostly', *words)
-    assert f"1 rows cannot be used and are left out: {path}, row 10: no 'messages'" in said
+    assert f"1 rows cannot be used and are left out (the first: {path}, row 10: no 'messages'" in said
     counts = meta(tmp_path / 'mostly-talker')['splits']
     assert sum(split['documents'] for split in counts.values()) == 19
     written(path, [{'question': 'a', 'reply': 'b'}])
