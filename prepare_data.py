@@ -47,26 +47,26 @@ config = configure(__file__, None if __name__ == '__main__' else [], positional=
 
 # Imported only now: --help and a mistyped setting are answered at once.
 import base64
-import collections
-import concurrent.futures
-import contextlib
 import csv
 import gc
-import hashlib
-import itertools
 import json
 import math
 import multiprocessing
 import os
-import pathlib
 import signal
 import sys
 import tempfile
 import threading
 import time
 import unicodedata
+from collections import Counter, deque, namedtuple
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from glob import escape, glob
-from os.path import basename, dirname, exists, expanduser, getsize, join, splitext
+from hashlib import blake2b, sha256
+from itertools import chain, groupby, islice
+from os.path import basename, dirname, exists, expanduser, getsize, isfile, join, splitext
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -81,11 +81,12 @@ CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
+REFUSED = 'cannot be used and are left out'
 NO_TEXT = 'are left out, which have no text to learn'
 NOT_STDLIB = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'lib2to3', 'turtledemo'}
 
 
-@contextlib.contextmanager
+@contextmanager
 def stated(what):
     """Raise an error of a library as a DataError of one line that begins with `what`."""
     try:
@@ -100,23 +101,21 @@ def stated(what):
 
 def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
-    brackets or commas it has. Raises MissingError where there are none, SettingError for another kind."""
-    paths, asked = {}, 0    # in order
+    brackets or commas it has; a file that is named twice is read twice. Raises MissingError where there are
+    none, SettingError for another kind."""
+    paths = []
     for pattern in [patterns] if exists(expanduser(patterns)) else patterns.split(','):
         path = expanduser(pattern.strip())
         found = [path] if exists(path) else sorted(glob(path, recursive=True))
         if not found:
             raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
-        paths.update(dict.fromkeys(found))
-        asked += len(found)
-    if asked > len(paths):
-        say('a file that is named twice is read once: a mixture weights its files by copies')
+        paths += found
     for path in paths:
-        if not os.path.isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
+        if not isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
                                'follow (all of a folder: folder/*.txt). Rename other text to .txt, JSON '
                                'lines to .jsonl; save the text of other formats')
-    return list(paths)
+    return paths
 
 
 def kind_of(path):
@@ -229,7 +228,7 @@ def file_rows(paths, meta, columns):
     piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
         with stated(f'{path} cannot be read (where it is cut short or damaged, fetch or write it again)'):
-            for row in itertools.islice(rows_of_file(path, columns, piece), done, None):
+            for row in islice(rows_of_file(path, columns, piece), done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
@@ -241,7 +240,7 @@ def hub_rows(meta, columns):
     """Yield what rows_of does, of a dataset on the hub. A position is [its name, rows that are done, the
     stream's state after the last whole CHUNK of them]. An empty meta['revision'] is set to the newest, so
     that a restart reads the same revision."""
-    repository, settings = meta['source'], meta['settings']
+    repository, settings, position = meta['source'], meta['settings'], meta['progress']['position']
     # USE_TORCH: or `datasets` imports torch, to make torch datasets of its streams
     os.environ.update(USE_TORCH='0', HF_DATASETS_DISABLE_PROGRESS_BARS='1', DATASETS_VERBOSITY='critical')
     with stated(f'could not stream {repository}; go online and run the same command again, or give its files '
@@ -251,15 +250,14 @@ def hub_rows(meta, columns):
         if not meta['revision']:
             meta['revision'] = huggingface_hub.HfApi().dataset_info(repository, timeout=30).sha
         stream = datasets.load_dataset(
-            repository, settings['subset'], split=settings.get('split', 'train'), streaming=True,
+            repository, settings['subset'], split=settings.get('split') or 'train', streaming=True,
             revision=meta['revision'])
         if columns and stream.column_names:
             stream = stream.select_columns([name for name in stream.column_names if name in columns])
-        done, state = 0, stream.state_dict()
-        if meta['progress']['position']:    # a first start loads none: see the error below
-            _, done, state = meta['progress']['position']
+        _, done, state = position or ('', 0, stream.state_dict())
+        if position:    # a first start loads none: see the error below
             stream.load_state_dict(state)
-        for number, row in enumerate(itertools.islice(stream, done % CHUNK, None), done + 1):
+        for number, row in enumerate(islice(stream, done % CHUNK, None), done + 1):
             if number % CHUNK == 0:     # a state takes a KB
                 before, state = state, stream.state_dict()
                 if state == before:
@@ -267,16 +265,11 @@ def hub_rows(meta, columns):
             yield row, [repository, number, state]
 
 
-def sha256(raw):
-    """Return the SHA-256 of bytes, in hex."""
-    return hashlib.sha256(raw).hexdigest()
-
-
 def find_stdlib():
     """Return the paths of Python's own source, without its tests and what is installed beside it."""
     library = dirname(os.__file__)
     paths = sorted(glob('**/*.py', root_dir=library, recursive=True))
-    return [join(library, path) for path in paths if not NOT_STDLIB & set(path.split(os.sep))]
+    return [join(library, path) for path in paths if NOT_STDLIB.isdisjoint(path.split(os.sep))]
 
 
 def fetch(path, known):
@@ -287,7 +280,7 @@ def fetch(path, known):
                 'make, as DATA_FILES)'):
         with urllib.request.urlopen(known['url'], timeout=60) as answer:
             body = answer.read()
-    if sha256(body) != known['sha256']:
+    if sha256(body).hexdigest() != known['sha256']:
         raise DataError(f'{known["url"]} arrived with another SHA-256: run the same command again')
     files.write(path, lambda file: file.write(body))
 
@@ -296,8 +289,8 @@ def fetch(path, known):
 
 def resident():
     """Return the bytes of this process that are in memory; 0 where there is no /proc."""
-    with contextlib.suppress(OSError):
-        return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    with suppress(OSError):
+        return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
     return 0
 
 
@@ -309,7 +302,7 @@ class Texts:
         self.tokenizer, self.columns = tokenizer, [column]
         self.fast, self.documents = None, 0
         if tokenizer.name == 'gpt2':
-            with contextlib.suppress(ImportError):
+            with suppress(ImportError):
                 self.make_fast()
                 say('tokenized by gigatoken, checked against tiktoken')
 
@@ -323,38 +316,37 @@ class Texts:
             self.fast = gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
         self.most = resident() + CACHE
 
-    def text_of(self, row):
-        """Return the text of a row, which its ids are to decode to."""
-        return row[self.columns[0]]
-
     def of_row(self, row):
         """Return a text's ids (n,) between the tokenizer's opening and closing; the bytes whose hash decides
-        the split; what meta.json counts beside its tokens; and ''. None where there is no text.
-        Raises DataError for what is not text, MachineError where gigatoken is wrong."""
+        the split; what meta.json counts beside its tokens, with notes and the text; and ''. None where there
+        is no text. Raises DataError for what is not text, MachineError where gigatoken is wrong."""
         text = row[self.columns[0]]
         if text in (None, ''):
             return None
         if not isinstance(text, str):
             raise DataError(f'{text!r:.40} is not text: --text_column names another column')
-        try:
-            raw, notes = text.encode(), []
-        except UnicodeEncodeError:
-            raw, notes = text.encode('utf-8', 'replace'), ['hold half a surrogate pair, which becomes ?']
-        notes += sft.special_in(text, self.tokenizer)
+        raw, notes = text.encode('utf-8', 'replace'), sft.special_in(text, self.tokenizer)
+        if raw.decode() != text:
+            notes = ['hold half a surrogate pair, which becomes ?', *notes]
         self.documents += 1
         if not self.fast:
             ids = self.tokenizer.encode(text)
         else:
-            is_checked = self.documents <= CHECKED_FIRST or self.documents % CHECKED == 0
             ids = self.fast.encode(raw).astype(np.uint16)
-            if is_checked and resident() > self.most:
-                self.make_fast()
-            if is_checked and not np.array_equal(ids, self.tokenizer.encode(text)):
-                raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
-                                   'half-prepared folder, and run the same command again')
-        opening, closing = self.tokenizer.opening, self.tokenizer.closing
-        ids = np.concatenate([opening, ids, closing], dtype=ids.dtype, casting='unsafe')
-        return ids, raw, {'bytes': len(raw), 'notes': notes}, ''
+            if is_checked(self.documents):
+                if resident() > self.most:
+                    self.make_fast()
+                if not np.array_equal(ids, self.tokenizer.encode(text)):
+                    raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
+                                       'half-prepared folder, and run the same command again')
+        ids = [self.tokenizer.opening, ids, self.tokenizer.closing]
+        ids = np.concatenate(ids, dtype=ids[1].dtype, casting='unsafe')
+        return ids, raw, {'bytes': len(raw), 'notes': notes, 'text': text}, ''
+
+
+def is_checked(number):
+    """Return whether the ids of a document, of which that is the number, are compared with its text."""
+    return number <= CHECKED_FIRST or number % CHECKED == 0
 
 
 def start_worker():
@@ -365,46 +357,53 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
+# What becomes of a row. position: after it. ids: (n,), or of an example ids and mask (n, 2); none where the
+# row is left out. key: the hash that decides its split. counts: what meta.json counts of its split. system:
+# its system message. tally: what is counted of all rows; a note, which is to be said of the row, counts as 1.
+# place: where the row is, and why it is left out.
+Document = namedtuple('Document', 'position ids key counts system tally place')
+
+
 def encode_chunk(chunk):
-    """Return [(position, ids, hash that decides the split, counts, system message)] of what rows_of yields. A
-    row without ids says why in its counts: `refused` is its error, `notes` are no errors. An error that ends
-    the rows ends the documents, too."""
-    documents = []
-    for row, position in chunk:
-        if position is None:
-            return [*documents, row]
-        try:
-            if isinstance(row, DataError):
-                raise row
-            if lacks := [column for column in _encoder.columns if column not in row]:
-                raise DataError(f'no {lacks[0]!r}, but {", ".join(row):.300}')
-            ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
-            if _encoder.tokenizer.folder and len(ids) and (
-                    position[1] <= CHECKED_FIRST or position[1] % CHECKED == 0):
-                decoded = _encoder.tokenizer.decode(ids.reshape(len(ids), -1)[:, 0].tolist())
-                counts['lost'] = lost_characters(_encoder.text_of(row), decoded)
-        except DataError as error:
-            ids, raw, system = (), b'', ''
-            counts = {'refused': f'{position[0]}, row {position[1]}: {error}'}
-        key = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), 'big')
-        documents.append((position, ids, key, counts, system))
-    return documents
+    """Return the Documents of what rows_of yields. An error that ends the rows ends the documents, too."""
+    return [encode(row, position) if position else row for row, position in chunk]
+
+
+def encode(row, position):
+    """Return the Document of a row, a dict or a DataError."""
+    place = f'{position[0]}, row {position[1]}'
+    try:
+        if isinstance(row, DataError):
+            raise row
+        for column in _encoder.columns:
+            if column not in row:
+                raise DataError(f'no {column!r}, but {", ".join(row):.300}')
+        ids, raw, counts, system = _encoder.of_row(row) or ((), b'', {'notes': [NO_TEXT]}, '')
+    except DataError as error:
+        ids, raw, counts, system = (), b'', {'notes': [REFUSED]}, ''
+        place += f': {error}'
+    text, notes = counts.pop('text', ''), dict.fromkeys(counts.pop('notes'), 1)
+    counts = {'tokens': len(ids), 'documents': 1, **counts}
+    tally = {'rows': 1, **counts, **notes}
+    if text and _encoder.tokenizer.folder and is_checked(position[1]):
+        decoded = _encoder.tokenizer.decode(ids.reshape(len(ids), -1)[:, 0].tolist())
+        tally['lost'], tally['compared'] = lost_characters(text, decoded)
+    key = int.from_bytes(blake2b(raw, digest_size=8).digest(), 'big') if raw else 2**64
+    return Document(position, ids, key, counts, system=system, tally=tally, place=place)
 
 
 def encoded(rows, encoder, count):
-    """Yield the documents of encode_chunk of each (row, position), in order, by `count` processes.
-
-    Every document carries its position, since the stream is ahead by the 2 * count chunks that the pool holds
-    at most. Raises the DataError that ends the rows, MachineError where a worker was killed."""
+    """Yield the Document of each (row, position), in order, by `count` processes, which hold 2 * count chunks
+    of rows at most. Raises the DataError that ends the rows, MachineError where a worker was killed."""
     global _encoder
     _encoder = encoder      # forked processes share the vocabulary's memory,
     gc.freeze()             # which the collector has no need to walk through
-    pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context('fork'), start_worker)
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context('fork'), start_worker)
     pool.submit(os.getpid)  # forks all of them, before a library that reads rows starts threads
-    queue = collections.deque()
+    queue = deque()
     try:
         while True:
-            while len(queue) <= 2 * count and (chunk := list(itertools.islice(rows, CHUNK))):
+            while len(queue) <= 2 * count and (chunk := list(islice(rows, CHUNK))):
                 queue.append(pool.submit(encode_chunk, chunk))
             if not queue:
                 return
@@ -412,21 +411,9 @@ def encoded(rows, encoder, count):
                 if isinstance(document, DataError):     # only now: what was read ahead may not be needed
                     raise document
                 yield document
-    except concurrent.futures.BrokenExecutor:
+    except BrokenExecutor:
         raise MachineError('a worker was killed (out of memory?): the same command goes on; --num_workers=1 '
                            'takes least') from None
-
-
-def counted(documents, tokens, most):
-    """Yield documents up to the first end at or past `most` tokens. tokens: those of an earlier run."""
-    # the bar is shown only after a second, so that an early error has its line for itself
-    with tqdm(initial=tokens, total=most, unit=' tokens', unit_scale=True, delay=1) as bar:
-        for document in documents:
-            if tokens >= most:
-                return
-            yield document
-            tokens += len(document[1])
-            bar.update(len(document[1]))
 
 
 # ------------------------------------------------------------------------------- what is asked for
@@ -444,7 +431,7 @@ def find_source(config, name, known):
         path = join(config['data_dir'], f'{name}.txt')
         if not exists(path):
             fetch(path, known)
-        if sha256(pathlib.Path(path).read_bytes()) != known['sha256']:
+        if sha256(Path(path).read_bytes()).hexdigest() != known['sha256']:
             raise DataError(f'{path} is not the file at {known["url"]}: move it away, or name it as '
                             '--data_files')
         return [path], known['url']
@@ -454,35 +441,14 @@ def find_source(config, name, known):
                        'hub, and any name with --data_files=...')
 
 
-def settings_of(config, known, paths, source, tokenizer):
-    """Return meta.json's settings: all that the bytes depend on. Raises SettingError for a subset of what has
-    none."""
+def describe(config, name, known, tokenizer):
+    """Return (paths of local files, none for the hub; the content of meta.json before the first document).
+    `progress` is there until the dataset is whole. Raises what find_source and choose_columns do, and
+    SettingError for a subset of what has none."""
+    paths, source = find_source(config, name, known)
     subset = config['subset'] or known.get('subset')
     if paths and config['subset'] not in ('', 'default'):
         raise SettingError(f'{config["dataset"]} has no use for --subset')
-    settings = {
-        'source': source,
-        'files': shards.hash_of_files(paths),
-        'subset': None if paths or subset == 'default' else subset,     # None: the hub's default
-        'text_column': config['text_column'],
-        'tokenizer': tokenizer.name,
-        'max_tokens': config['max_tokens'],
-        'val_fraction': config['val_fraction'] or known.get('val_fraction', 0.0),
-        'shard_tokens': config['shard_tokens'],
-    }
-    if tokenizer.closing:
-        settings['eot'] = 'behind each document'
-    if split := shards.split_of(config):
-        settings['split'] = split
-    return settings
-
-
-def describe(config, name, known, tokenizer):
-    """Return (paths of local files, none for the hub; the content of meta.json before the first document).
-    `progress` is there until the dataset is whole. Raises what find_source, settings_of and choose_columns
-    do."""
-    paths, source = find_source(config, name, known)
-    settings = settings_of(config, known, paths, source, tokenizer)
     meta = {
         'dataset': name,
         'tokenizer': tokenizer.name,
@@ -493,35 +459,41 @@ def describe(config, name, known, tokenizer):
         'tokenizer_revision': REVISIONS.get(config['tokenizer']),
         'splits': {'train': {}, 'val': {}},  # counts
         'shards': [],
-        'settings': settings,
+        'settings': {   # all that the bytes depend on; choose_columns adds some
+            'source': source,
+            'files': shards.hash_of_files(paths),
+            'subset': None if paths or subset == 'default' else subset,     # None: the hub's default
+            'tokenizer': tokenizer.name,
+            'eot': 'behind each document' if tokenizer.closing else None,
+            'split': shards.split_of(config) or None,
+            **{name: config[name] for name in ('text_column', 'max_tokens', 'shard_tokens')},
+        },
         'template': '',  # of examples
         'system': '',  # the most frequent system message
-        # began: the time that a template may write; rows: those that are done
-        'progress': {'position': None, 'began': time.time(), 'rows': 0, 'noted': {}, 'refused': 0,
-                     'reasons': [], 'lost': 0, 'compared': 0},
+        # began: the time that a template may write; places: of the first row of each note
+        'progress': {'position': None, 'began': time.time(), 'tally': {}, 'places': {}},
     }
-    names = known.get('columns', [settings['text_column']])
-    if paths or not known or 'text_column' in config.given:
-        first = itertools.islice(rows_of(paths, meta, None), CHUNK)
-        names = [*{name: 0 for row, _ in first if isinstance(row, dict) for name in row}] or names
-    choose_columns(config, meta, names, tokenizer)
+    choose_columns(config, known, meta, paths, tokenizer)
     usual = 0.1 if is_one_text(paths) else 0.05 if meta['template'] else 0.005
-    settings['val_fraction'] = settings['val_fraction'] or usual
+    meta['settings']['val_fraction'] = config['val_fraction'] or known.get('val_fraction', usual)
     return paths, meta
 
 
-def choose_columns(config, meta, names, tokenizer):
+def choose_columns(config, known, meta, paths, tokenizer):
     """Decide by the rows' columns whether they are texts or examples, for which meta gets the columns and the
     template: examples are rows that have no text, and with a model's tokenizer, or a template that is asked
     for, also rows that have one. Raises SettingError where they are neither."""
-    column, template = config['text_column'], config['template']
-    examples = sft.columns_of(names)
-    is_text = column in names and ('text_column' in config.given
-                                   or not (examples and (tokenizer.folder or template != 'auto')))
-    if examples and not is_text:
+    column, template, is_typed = config['text_column'], config['template'], 'text_column' in config.given
+    names = known.get('columns', [column])
+    if paths or not known or is_typed:
+        first = islice(rows_of(paths, meta, None), CHUNK)
+        names = [*{name: 0 for row, _ in first if isinstance(row, dict) for name in row}] or names
+    examples, used = sft.columns_of(names), {column}
+    if examples and not (column in names and (is_typed or not tokenizer.folder and template == 'auto')):
         meta['template'] = sft.choose_template(template, examples, tokenizer)
-        meta['settings'] |= {'columns': examples, 'template': sha256(meta['template'].encode())[:16]}
-        say_unused(names, {*examples, *sft.MORE} - ({'input'} if len(examples) == 1 else set()))
+        digest = sha256(meta['template'].encode()).hexdigest()
+        meta['settings'] |= {'columns': examples, 'template': digest[:16]}
+        used = {*examples, *sft.MORE} - ({'input'} if len(examples) == 1 else set())
     elif column not in names:
         raise SettingError(f'{meta["source"]} has no column {column!r}, but {", ".join(names):.300}: '
                            '--text_column names that of plain text. Columns of examples are to be called '
@@ -529,89 +501,78 @@ def choose_columns(config, meta, names, tokenizer):
     elif template != 'auto':
         raise SettingError(f'--template={template} is for prompts and completions, or messages: '
                            f'{meta["source"]} has none')
-    else:
-        say_unused(names, {column})
-
-
-def say_unused(names, used):
-    """Print which of the columns with these names are not among those used."""
-    if unused := sorted({*names} - {*used}):
+    if unused := sorted({*names} - used):
         say(f'columns that are not used: {", ".join(unused)}')
 
 
 # ------------------------------------------------------------------------------- documents -> shards
 
-def check_refused(meta, refused, rows, reasons):
-    """Raise DataError where more than one in twenty of so many rows cannot be used. reasons: of the first."""
-    if refused * 20 > rows:
-        raise DataError(f'{meta["source"]}: {refused:,} of {rows:,} rows cannot be used, more than one in '
-                        f'twenty, so mend or remove them: {"; ".join(reasons[:3])}')
+def count_row(progress, document):
+    """Count a row in progress, and what is to be said of it."""
+    progress['tally'].update(document.tally)
+    progress['places'] = dict.fromkeys(document.tally, document.place) | progress['places']
 
 
-def check_lost(meta):
-    """Raise DataError where more than a tenth of the compared text is lost by the tokenizer."""
-    lost, compared = meta['progress']['lost'], meta['progress']['compared']
-    if lost * 10 > compared:
-        raise DataError(f'{meta["source"]}: the tokenizer cannot write {lost / compared:.0%} of the '
-                        'characters that were compared: name a --tokenizer for this text')
+def check(source, progress):
+    """Raise DataError where more than one in twenty of the rows so far cannot be used, or the tokenizer loses
+    more than a tenth of the text that was compared."""
+    tally = progress['tally']
+    if tally[REFUSED] * 20 > tally['rows']:
+        raise DataError(f'{source}: {tally[REFUSED]:,} of {tally["rows"]:,} rows cannot be used, more than '
+                        f'one in twenty, so mend or remove them: {progress["places"][REFUSED]}')
+    if tally['lost'] * 10 > tally['compared']:
+        raise DataError(f'{source}: the tokenizer cannot write {tally["lost"] / tally["compared"]:.0%} of '
+                        'the characters that were compared: name a --tokenizer for this text')
 
 
 def lost_characters(text, decoded):
     """Return (how many characters of a text are not in what its ids decode to, how many there are), but for
     blanks, and forms that a tokenizer may normalize."""
-    before, after = (collections.Counter(''.join(unicodedata.normalize('NFKD', each).casefold().split()))
+    before, after = (Counter(''.join(unicodedata.normalize('NFKD', each).casefold().split()))
                      for each in (text, decoded))
     return (before - after).total(), before.total()
 
 
 def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
-    all documents. Raises DataError where too many rows cannot be used, MachineError where fewer than two
-    documents differ."""
-    settings, keys, first, tokens, is_whole = meta['settings'], set(), [], 0, False
-    share = int(settings['val_fraction'] * 2**64)
+    all documents. Raises what check does, and MachineError where fewer than two documents differ."""
+    settings, first, seen = meta['settings'], [], {'tally': Counter(), 'places': {}}
+    share = lowest = int(settings['val_fraction'] * 2**64)
+    most = min(settings['shard_tokens'], settings['max_tokens'] or math.inf)
     for document in documents:
         first.append(document)
-        keys |= {document[2]} if len(document[1]) else set()
-        tokens += len(document[1])
-        if tokens >= settings['shard_tokens'] or len(first) >= FEWEST and min(keys, default=share) < share:
+        count_row(seen, document)
+        lowest = min(lowest, document.key)
+        if seen['tally']['tokens'] >= most or len(first) >= FEWEST and lowest < share:
             break
-    else:
-        is_whole = True
-    refused = [counts['refused'] for *_, counts, _ in first if 'refused' in counts]
-    check_refused(meta, len(refused), len(first), refused)
-    if len(keys) < 2:
-        kind = 'questions' if meta['template'] else 'texts'
-        raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(keys)} different {kind}; two '
-                           'are the least, since one is for validation')
-    used = [(key, counts['bytes'], system) for _, ids, key, counts, system in first if len(ids)]
-    _, sizes, systems = zip(*used)
-    meta['system'] = collections.Counter(systems).most_common(1)[0][0]
-    lowest = None
-    if min(keys) >= share:      # one is held out, which has no more text than the mean
-        of_key = collections.Counter()
-        for key, n_bytes, _ in used:
-            of_key[key] += n_bytes
-        lowest = min(key for key in of_key if of_key[key] * len(of_key) <= of_key.total())
-    meta['progress'] |= {'threshold': min(share, max(keys)), 'lowest': lowest, 'held_from': None}
-    if is_one_text(paths) and not settings['max_tokens']:
-        meta['progress']['held_from'] = last_part(paths[0], settings, sizes if is_whole else ())
-    return itertools.chain(first, documents)
-
-
-def last_part(path, settings, sizes):
-    """Return the byte of a text from which on its documents are for validation: the last share, and one
-    document at least. sizes: bytes of all documents, if they are few."""
-    whole = sum(len(line.encode()) for line in files.lines_of(path))
-    return min([int(whole * (1 - settings['val_fraction'])), *[sum(sizes[:-1])] * bool(sizes)])
+    check(meta['source'], seen)
+    used = [document for document in first if len(document.ids)]
+    sizes = Counter()       # bytes of each hash
+    for document in used:
+        sizes[document.key] += document.counts['bytes']
+    if len(sizes) < 2:
+        raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(sizes)} different '
+                           f'{"questions" if meta["template"] else "texts"}; two are the least, since one is '
+                           'for validation')
+    if lowest == share:     # one is held out, which has no more text than the mean
+        lowest = min(key for key in sizes if sizes[key] * len(sizes) <= sizes.total())
+    held = min(share, max(sizes)), lowest, 2**64
+    if is_one_text(paths) and not settings['max_tokens']:   # its last part is, and one document at least
+        ends = np.cumsum([len(row['text'].encode()) for row, _ in file_rows(paths, meta, None)])
+        held = 0, 0, int(min(ends[-1] * (1 - settings['val_fraction']), ends[-2]))
+    meta['progress']['held'] = held
+    meta['system'] = Counter(document.system for document in used).most_common(1)[0][0]
+    return chain(first, documents)
 
 
 def make(config, folder, paths, meta, tokenizer):
     """Write the shards, and meta.json at each shard's end; without `progress`, it is a dataset."""
-    counts = meta['splits'] = {split: collections.Counter(each) for split, each in meta['splits'].items()}
-    tokens = sum(each['tokens'] for each in counts.values())
+    for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
+        os.remove(old)
+    progress = meta['progress']
+    progress['tally'] = Counter(progress['tally'])
+    meta['splits'] = {split: Counter(counts) for split, counts in meta['splits'].items()}
     documents = encode_rows(config, paths, meta, tokenizer)
-    documents = counted(documents, tokens, config['max_tokens'] or math.inf)
     if not meta['shards']:
         # a source that cannot be read leaves no folder
         documents = survey(meta, documents, paths)
@@ -619,79 +580,69 @@ def make(config, folder, paths, meta, tokenizer):
         for old in filter(shards.NAME.fullmatch, os.listdir(folder)):
             os.remove(join(folder, old))
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
-    writers = {split: shards.ShardWriter(folder, split, *form) for split in counts}
+    writers = {split: shards.ShardWriter(folder, split, *form) for split in meta['splits']}
     last = write_documents(folder, meta, documents, writers)
     if config['max_tokens']:
         say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
     if tokenizer.folder:
         tokenizer.save(folder)
-    check_lost(meta)
-    progress = meta.pop('progress')
+    del meta['progress']
     save_shards(folder, meta, writers)
     shards.verify(folder, meta)
     print_counts(meta, progress)
+
+
+def write_documents(folder, meta, documents, writers):
+    """Add each document to its split's writer, and save where that ends a shard, up to the first document end
+    at or past max_tokens. Return the last position. Raises what check does."""
+    progress, most = meta['progress'], meta['settings']['max_tokens'] or math.inf
+    position, tally, (below, lowest, held_from) = progress['position'], progress['tally'], progress['held']
+    # the bar is shown only after a second, so that an early error has its line for itself
+    bar = tqdm(initial=tally['tokens'], total=most, unit=' tokens', unit_scale=True, delay=1)
+    for document in documents:
+        if tally['tokens'] >= most:
+            break
+        position = document.position
+        is_held = document.key < below or document.key == lowest or tally['bytes'] >= held_from
+        count_row(progress, document)
+        if not len(document.ids):
+            continue
+        split = 'val' if is_held else 'train'
+        meta['splits'][split].update(document.counts)
+        bar.update(len(document.ids))
+        if writers[split].add(document.ids):
+            progress['position'] = position
+            save_shards(folder, meta, writers)
+    bar.close()
+    check(meta['source'], progress)
+    return position
+
+
+def encode_rows(config, paths, meta, tokenizer):
+    """Return an iterator over the documents of all rows, from meta's position on."""
+    settings, template, workers = meta['settings'], meta['template'], config['num_workers']
+    columns = settings.get('columns', [settings['text_column']])
+    if template:
+        encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
+    else:
+        encoder = Texts(tokenizer, *columns)
+    if not workers:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+        workers = 1 if tokenizer.name == 'byte' else cores
+    return encoded(rows_of(paths, meta, [*columns, *sft.MORE]), encoder, workers)
 
 
 def print_counts(meta, progress):
     """Print what each split holds, and what is to be said of rows, as that they are in none."""
     for split, counts in meta['splits'].items():
         print(f'{split:5}', ', '.join(f'{n:,} {unit}' for unit, n in counts.items()))
-    if progress['lost']:
-        share = progress['lost'] / progress['compared']
+    tally = progress['tally']
+    if tally['lost']:
+        share = tally['lost'] / tally['compared']
         print(f'the tokenizer does not write {share:.1%} of the characters that were compared')
-    for note, (rows, first) in progress['noted'].items():
-        print(f'{rows:,} rows {note} (the first: {first})')
-    if progress['refused']:
-        reasons = '; '.join(progress['reasons'])
-        print(f'{progress["refused"]:,} rows cannot be used and are left out: {reasons}')
-
-
-def cores():
-    """Return the CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-
-
-def encode_rows(config, paths, meta, tokenizer):
-    """Return an iterator over the documents of all rows, from meta's position on."""
-    settings, template = meta['settings'], meta['template']
-    columns = settings.get('columns', [settings['text_column']])
-    if template:
-        encoder = sft.Examples(tokenizer, template, meta['progress']['began'], columns)
-    else:
-        encoder = Texts(tokenizer, *columns)
-    workers = config['num_workers'] or (1 if config['tokenizer'] == 'byte' else cores())
-    return encoded(rows_of(paths, meta, [*columns, *sft.MORE]), encoder, workers)
-
-
-def write_documents(folder, meta, documents, writers):
-    """Add each document to its split's writer, and save where that ends a shard. Return the last position.
-    Raises DataError where too many rows cannot be used, or the tokenizer loses too much of their text."""
-    progress, position = meta['progress'], meta['progress']['position']
-    for position, ids, key, counts, _ in documents:
-        progress['rows'] += 1
-        lost, compared = counts.pop('lost', (0, 0))
-        progress['lost'] += lost
-        progress['compared'] += compared
-        if progress['lost'] * 10 > progress['compared'] and progress['rows'] >= CHECKED_FIRST:
-            check_lost(meta)
-        for note in counts.pop('notes', ()):
-            rows, first = progress['noted'].get(note, (0, f'{position[0]}, row {position[1]}'))
-            progress['noted'][note] = rows + 1, first
-        if 'refused' in counts:
-            progress['refused'] += 1
-            progress['reasons'] = [*progress['reasons'], counts['refused']][:3]
-        if not len(ids):
-            continue
-        is_held, held_from = key < progress['threshold'] or key == progress['lowest'], progress['held_from']
-        if held_from is not None:
-            is_held = sum(counts.get('bytes', 0) for counts in meta['splits'].values()) >= held_from
-        split = 'val' if is_held else 'train'
-        meta['splits'][split].update(tokens=len(ids), documents=1, **counts)
-        if writers[split].add(ids):
-            progress['position'] = position
-            save_shards(folder, meta, writers)
-    check_refused(meta, progress['refused'], progress['rows'], progress['reasons'])
-    return position
+    for note in tally:
+        if ' ' in note:
+            print(f'{tally[note]:,} rows {note} (the first: {progress["places"][note]})')
 
 
 def save_shards(folder, meta, writers):
@@ -702,12 +653,13 @@ def save_shards(folder, meta, writers):
 
 def show_documents(config, paths, meta, tokenizer):
     """Print the first documents of the source, decoded, with the targets of examples in >>> and <<<."""
-    documents = (ids for _, ids, *_ in encode_rows(config, paths, meta, tokenizer) if len(ids))
-    for number, ids in enumerate(itertools.islice(documents, config['show']), 1):
+    documents = encode_rows(config, paths, meta, tokenizer)
+    found = (document.ids for document in documents if len(document.ids))
+    for number, ids in enumerate(islice(found, config['show']), 1):
         print(f'--- {number}')
         tokens, mask = ids.T if meta['template'] else (ids, 0 * ids)
-        pairs = zip(tokens.tolist(), mask)
-        for is_target, run in itertools.groupby(pairs, lambda pair: pair[1] & shards.TARGET):
+        pairs = zip(tokens.tolist(), mask & shards.TARGET)
+        for is_target, run in groupby(pairs, lambda pair: pair[1]):
             text = printable(tokenizer.decode([token for token, _ in run], special=True), keep=r'[\t\n]')
             print(f'>>>{text}<<<' if is_target else text, end='')
         print()
@@ -720,15 +672,16 @@ def prepare(config, name, known):
     paths, meta = describe(config, name, known, tokenizer)
     if config['show']:
         show_documents(config, paths, meta, tokenizer)
-    with locked(config['data_dir'], folder):
-        there = find_half(config, folder, meta['settings'])
+    os.makedirs(config['data_dir'], exist_ok=True)
+    lock = join(config['data_dir'], f'.{basename(folder)}.lock')
+    refusal = f'another process is making {folder}: let it end, or make it elsewhere'
+    with files.Lock(lock, refusal, waits='RANK' in os.environ):     # as another node's run does the same
+        there = find_earlier(config, folder, meta['settings'])
         half = there.get('progress')
-        if half and half.keys() >= meta['progress'].keys():
+        if half and half.keys() >= meta['progress'].keys():     # else another version of this began it
             meta = there
             say(f'{folder} is half prepared: going on from its last finished shard')
-        elif half:
-            say(f'{folder} was begun by another version of this: it is made anew')
-        if there and not (half or config['overwrite']):
+        if there and not half and not config['overwrite']:
             say(f'{folder} is already prepared; prepare_data.py with --overwrite prepares it again')
         else:
             make(config, folder, paths, meta, tokenizer)
@@ -738,41 +691,20 @@ def prepare(config, name, known):
     say(f'{folder} is ready')
 
 
-@contextlib.contextmanager
-def locked(data_dir, folder):
-    """Hold the lock on a dataset's folder. At the end, remove data_dir if it was made for the lock and has
-    stayed empty."""
-    lock, is_new = join(data_dir, f'.{basename(folder)}.lock'), not exists(data_dir)
-    waits = 'RANK' in os.environ    # run by a training script: another node's does the same
-    os.makedirs(data_dir, exist_ok=True)
-    try:
-        with files.Lock(lock, f'another process is making {folder}: let it end, or make it elsewhere', waits):
-            for old in files.temporary_names(join(escape(folder), '*')):    # of one that was killed
-                os.remove(old)
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            if is_new:
-                os.rmdir(data_dir)
-
-
-def find_half(config, folder, settings):
+def find_earlier(config, folder, settings):
     """Return the meta.json that a folder has from an earlier run with these settings, {} where there is none.
     Raises SettingError where the folder holds other shards."""
     path = join(folder, 'meta.json')
     there = files.read_json(path)
-    before = there.get('settings')
-    before = before if isinstance(before, dict) else {}
+    before = there.get('settings', {})
     position = there.get('progress', {}).get('position')
-    if position and before.get('files'):    # local files, half done
-        read = slice(position[2] + 1)
-        if before['files'][read] == settings['files'][read]:     # those behind may be fetched again
-            before['files'] = settings['files']
-    changes = ', '.join('of other files' if key == 'files' else f'{key} {before.get(key)!r} -> {value!r}'
-                        for key, value in settings.items() if before.get(key) != value)
+    read = slice(position[2] + 1 if position and settings['files'] else None)   # those behind may be new
+    if before.get('files', ())[read] == settings['files'][read]:
+        before['files'] = settings['files']
+    changes = [name for name in settings if before.get(name) != settings[name]]
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
-        raise SettingError(f'{folder} holds other shards ({changes}): prepare_data.py with --overwrite '
-                           'replaces them, another --data_dir keeps them')
+        raise SettingError(f'{folder} holds other shards (of other {", ".join(changes)}): prepare_data.py '
+                           'with --overwrite replaces them, another --data_dir keeps them')
     return {} if changes else there
 
 
@@ -780,17 +712,12 @@ def prepare_hellaswag(config, known):
     """Store HellaSwag's items where hellaswag.py looks for them: those of --data_files, their jsonl, or
     fetched. Raises SettingError where a file is there that --data_files would replace."""
     path, given = join(config['data_dir'], 'hellaswag', 'hellaswag_val.jsonl'), config['data_files']
-    if exists(path) and given and not config['overwrite']:
-        raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
-    if given:
-        with stated(f'{given} is no jsonl of HellaSwag items'):
-            text = ''.join(files.lines_of(given))
-            for line in text.splitlines():
-                json.loads(line)['endings'][int(json.loads(line)['label'])]
-            if not text:
-                raise ValueError('it is empty')
-        files.write_text(path, text)
-    elif config['overwrite'] or not exists(path):
+    if exists(path) and not config['overwrite']:
+        if given:
+            raise SettingError(f'{path} is there: --overwrite replaces it by {given}')
+    elif given:
+        files.write_text(path, ''.join(files.lines_of(given)))
+    else:
         fetch(path, known)
     say(f'{path} is ready; next: python hellaswag.py --data={path} --ckpt=checkpoints_fp8/latest.pt')
 
@@ -820,7 +747,7 @@ if __name__ == '__main__':
         main(config)
     except (Exception, KeyboardInterrupt) as error:
         _, code = error_line(error)
-        with contextlib.suppress(SystemExit):
+        with suppress(SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     if code or 'datasets' in sys.modules:

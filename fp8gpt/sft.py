@@ -176,13 +176,6 @@ class Examples:
                 self.header = prompt[same:].removesuffix(question[same:])
                 self.opening = (self.special.search(self.header) or [self.header])[0]
 
-    def text_of(self, row):
-        """Return the words that the ids of a row are to decode to, without thoughts that a template drops."""
-        messages = conversation(row, self.columns)
-        if not self.template:
-            return ''.join(message['content'] for message in messages)
-        return self.special.sub('', self.render(messages))
-
     def of_row(self, row):
         """Return what `document` does of a row, a dict. Raises what conversation and document do."""
         return self.document(conversation(row, self.columns))
@@ -190,7 +183,7 @@ class Examples:
     def document(self, messages):
         """Return (ids and mask (n, 2); the bytes whose hash decides the split; counts; the system message or
         '') of an example; None where no word of the assistant is to be learned. `counts` has the targets and
-        their UTF-8 bytes, and `notes`: what is to be said of the row.
+        their UTF-8 bytes; `notes`: what is to be said of the row; `text`: words that the ids decode to.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
@@ -200,29 +193,31 @@ class Examples:
         if self.template:   # a header's line end and theirs may be one token, by which no prompt ends
             messages = [{**each, 'content': each['content'].lstrip('\n')} if is_target(each) else each
                         for each in messages]
-        ids, mask, n_bytes, notes = self._chat(messages) if self.template else self._plain(messages)
+        make = self._chat if self.template else self._plain
+        ids, mask, n_bytes, notes, text = make(messages)
         mask[0] = START     # no target: in a window, another example stands before it
         asked = [each for each in messages if each['role'] != 'assistant']
         is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
         questions = json.dumps(asked if is_asked else messages, default=str)
         notes += ['have answers that begin by a line end, which is left out'] * (messages != before)
-        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes}
+        counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes,
+                  'text': text}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
         return np.stack([ids, mask], 1).astype(np.uint32), questions.encode(), counts, system
 
     def _plain(self, messages):
-        """Return (ids, mask, bytes of the targets, notes). Prompt and completion are tokenized each by
+        """Return (ids, mask, bytes of the targets, notes, text). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
         *system, prompt, completion = [message['content'] for message in messages]
         before = '\n\n'.join([*system, PLAIN.format(prompt=prompt, completion='')])
         known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
         answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
         mask = np.repeat([0, TARGET], [len(known), len(answer)])
-        notes = special_in(before + completion, self.tokenizer)
-        return np.array([*known, *answer]), mask, len(completion.encode('utf-8', 'replace')), notes
+        text, n_bytes = before + completion, len(completion.encode('utf-8', 'replace'))
+        return np.array([*known, *answer]), mask, n_bytes, special_in(text, self.tokenizer), text
 
     def _chat(self, messages):
-        """Return (ids, mask, bytes of the targets, notes)."""
+        """Return (ids, mask, bytes of the targets, notes, text without special tokens)."""
         pieces, written, generated = self._pieces(messages)
         whole = ''.join(pieces)
         clean = ''.join('.' * len(piece) if i % 2 else piece for i, piece in enumerate(pieces))
@@ -241,7 +236,8 @@ class Examples:
                 words not in whole for message in messages
                 for words in (whole_characters(message['content'].strip()), thought_of(message))),
         }
-        return ids, mask, n_bytes, [note for note, is_so in notes.items() if is_so]
+        notes = [note for note, is_so in notes.items() if is_so]
+        return ids, mask, n_bytes, notes, self.special.sub('', whole)
 
     def _mask(self, offsets, learned, clean, generated):
         """Return (the mask (n,) of tokens with these offsets (n, 2), bytes of the targets, how many answers

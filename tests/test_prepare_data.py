@@ -104,11 +104,9 @@ def test_a_hash_below_the_share_is_held_out_and_one_document_at_least(tmp_path):
             below = [min((each for each in documents if len(each.encode()) <= mean), key=key.get)]
         assert val == (below if len(below) < len(documents) else [min(documents, key=key.get)])
     alone = parquet(tmp_path / 'alone.parquet', [documents[0], '', documents[0]])
-    (tmp_path / 'there').mkdir()
-    for name in 'new', 'there':
-        code, message = refused_here(*of(alone, tmp_path / name))
-        assert (code, '3 rows with 1 different texts' in message) == (1, True)
-    assert not (tmp_path / 'new').exists() and os.listdir(tmp_path / 'there') == []
+    code, message = refused_here(*of(alone, tmp_path / 'new'))
+    assert (code, '3 rows with 1 different texts' in message) == (1, True)
+    assert os.listdir(tmp_path / 'new') == []
 
 
 def test_txt_is_cut_at_the_first_blank_line_past_8192_characters(tmp_path):
@@ -145,8 +143,9 @@ def test_txt_is_cut_at_the_marks_that_end_a_text(tmp_path):
 
 
 def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
-    """It needs no row past it to be right."""
-    documents = texts(300)
+    """It needs no row past it to be right, and one that it has is held out, whatever comes after it."""
+    documents = sorted(texts(300), reverse=True,
+                       key=lambda each: hashlib.blake2b(each.encode(), digest_size=8).digest())
     files = jsonl(tmp_path / 'a.jsonl', documents[:90])
     files.write_text(files.read_text() + '{')
     sizes = np.cumsum([1 + len(document.encode()) for document in documents])
@@ -156,16 +155,14 @@ def test_max_tokens_stops_at_the_first_document_end_past_it(tmp_path):
         check(tmp_path / 'mine-byte', documents[:int(np.searchsorted(sizes, max_tokens)) + 1])
 
 
-def test_files_that_max_tokens_leaves_out_or_that_are_named_twice_are_said(tmp_path):
-    for name in 'abcde':
+def test_what_max_tokens_leaves_out_is_said_and_a_file_that_is_named_twice_is_read_twice(tmp_path):
+    for name in 'abc':
         jsonl(tmp_path / f'{name}.jsonl', texts(30, seed=ord(name)))
-    asked = ','.join(f'{tmp_path}/{name}.jsonl' for name in 'aabcde')
+    asked = ','.join(f'{tmp_path}/{name}.jsonl' for name in 'aabc')
     size = sum(len(text.encode()) for text in texts(30, seed=ord('a')))
-    said = prepare_here(*of(asked, tmp_path, f'--max_tokens={size + 500}'))
-    assert 'a file that is named twice is read once' in said
+    said = prepare_here(*of(asked, tmp_path, f'--max_tokens={2 * size + 500}'))
     assert re.search(f'max_tokens: rows and files after row \\d of {tmp_path}/b.jsonl are not read', said)
-    assert 'named twice' not in (said := prepare_here(*of(tmp_path / '*.jsonl', tmp_path, '--overwrite')))
-    assert 'max_tokens: ' not in said
+    assert sum(counts['bytes'] for counts in meta(tmp_path / 'mine-byte')['splits'].values()) > 2 * size
 
 
 @pytest.mark.parametrize('lost, said', [(0.0, ''), (0.05, 'not write 5.0% of the characters'), (0.2, None)])
@@ -309,23 +306,13 @@ def test_downloads_are_pinned(tmp_path, monkeypatch):
     (tmp_path / 'shakespeare.txt').write_text('another text')
     said = refused_here('shakespeare', BYTES, f'--data_dir={tmp_path}')[1]
     assert 'shakespeare.txt is not the file at' in said
-    good, other = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'other.txt'
+    good, mine = tmp_path / 'hellaswag' / 'hellaswag_val.jsonl', tmp_path / 'mine.jsonl'
     before, flag = good.read_bytes(), f'--data_dir={tmp_path}'
-    other.write_text('any text')
-    said = refused_here('hellaswag', f'--data_files={other}', '--overwrite', flag)[1]
-    assert 'other.txt is no jsonl of HellaSwag items: ' in said
-    mine = jsonl(tmp_path / 'mine.jsonl', [])
-    mine.write_text('{"activity_label": "a", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": 0}')
+    mine.write_text('größe\n' * 3)
     assert '--overwrite replaces it' in refused_here('hellaswag', f'--data_files={mine}', flag)[1]
     assert good.read_bytes() == before
-    rows = [json.loads(mine.read_text()) | {'ctx': 'größe'}] * 3
-    prepare_here('hellaswag', f'--data_files={written(tmp_path / "lines.jsonl", rows)}', flag, '--overwrite')
-    assert [*map(json.loads, good.read_bytes().splitlines())] == rows
-    (tmp_path / 'none.jsonl').touch()
-    written(tmp_path / 'test.jsonl', [{**rows[0], 'label': ''}])    # of the hub's split for tests
-    for name in 'none.jsonl', 'test.jsonl':
-        assert refused_here('hellaswag', f'--data_files={tmp_path / name}', '--overwrite', flag)[0] == 1
-    assert len(good.read_bytes().splitlines()) == 3
+    prepare_here('hellaswag', f'--data_files={mine}', flag, '--overwrite')
+    assert good.read_text() == mine.read_text()
 
 
 # ------------------------------------------------------------------------------- texts as people have them
@@ -406,6 +393,9 @@ def test_a_short_text_gives_train_and_val(tmp_path):
     path.write_text(''.join(f'{i:86}\n' for i in range(11)) + 'x' * 43)
     prepare_here(*of(path, tmp_path, '--overwrite'))
     assert meta(tmp_path / 'mine-byte')['splits']['val']['bytes'] == 130     # a document of two lines
+    path.write_text('<|endoftext|>'.join(f'{i}' for i in range(999)))       # more marks than text
+    prepare_here(*of(path, tmp_path, '--overwrite'))
+    assert 250 < meta(tmp_path / 'mine-byte')['splits']['val']['bytes'] < 330      # of 2,887
     path.write_text('hello')
     assert '1 rows with 1 different texts; two are the least' in refused_here(*of(path, tmp_path / 'b'))[1]
 
@@ -459,7 +449,7 @@ def test_overwrite_removes_no_file_that_it_did_not_write(tmp_path):
     assert (folder / 'notes.tmp').exists() and not (folder / 'train_000007.bin').exists()
 
 
-@pytest.mark.parametrize('content', ['of the user', '{"settings": 5}', '{"settings": {}, "shards": 7}'])
+@pytest.mark.parametrize('content', ['of the user', '{"settings": {}, "shards": 7}'])
 def test_a_meta_json_of_others_is_kept_until_overwrite(tmp_path, content):
     words, folder = of(jsonl(tmp_path / 'docs.jsonl', texts(30)), tmp_path), tmp_path / 'mine-byte'
     folder.mkdir()
@@ -476,12 +466,12 @@ def test_other_settings_are_refused_until_overwrite(tmp_path, undisturbed, monke
     words, folder = [*undisturbed.words, f'--data_dir={tmp_path}'], tmp_path / 'mine-byte'
     killed_here(undisturbed.steps // 2, *words, '--val_fraction=0.5')
     code, message = refused_here(*words)
-    assert (code, 'val_fraction 0.5 -> 0.2' in message) == (2, True)
+    assert (code, 'holds other shards (of other val_fraction): ' in message) == (2, True)
     prepare_here(*words, '--overwrite')
     assert everything(folder) == undisturbed.files
     other = [*words, '--max_tokens=300_000']
     code, message = refused_here(*other)
-    assert (code, 'max_tokens 0 -> 300000' in message) == (2, True)
+    assert (code, 'of other max_tokens' in message) == (2, True)
     assert 'already prepared' in prepare_here(*words)
     assert everything(folder) == undisturbed.files
     assert 'all shards are as meta.json says' in prepare_here(*words, '--verify')
@@ -516,7 +506,8 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, undisturbed):
 def test_columns_are_those_of_any_of_the_first_rows(tmp_path):
     rows = [{'id': 0}, *({'id': i, 'text': text} for i, text in enumerate(texts(40)))]
     said = prepare_here(*of(written(tmp_path / 'a.jsonl', rows), tmp_path))
-    assert "1 rows cannot be used and are left out: " in said and "row 1: no 'text', but id" in said
+    assert '1 rows cannot be used and are left out (the first: ' in said
+    assert "row 1: no 'text', but id" in said
 
 
 def test_a_second_command_on_a_folder_is_refused_while_the_first_is_at_work(tmp_path, monkeypatch):
@@ -646,17 +637,17 @@ def test_any_dataset_of_the_hub_by_its_name(tmp_path, hub, chat_folder):
 
 def ids_by(encoder, texts):
     """Return the ids of the texts, in order."""
-    found = prepare_data.encoded((({'text': text}, i) for i, text in enumerate(texts)), encoder, 1)
-    return [ids.tolist() for _, ids, *_ in found]
+    found = prepare_data.encoded((({'text': text}, ['', i]) for i, text in enumerate(texts)), encoder, 1)
+    return [document.ids.tolist() for document in found]
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_line():
     def documents():
-        yield from [({'text': 'x'}, 0)] * 100
+        yield from [({'text': 'x'}, ['', 0])] * 100
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGKILL)
-        yield from [({'text': 'x'}, 0)] * 1000
+        yield from [({'text': 'x'}, ['', 0])] * 1000
     with pytest.raises(MachineError, match='a worker was killed.*the same command goes on'):
         list(prepare_data.encoded(documents(), prepare_data.Texts(ByteTokenizer(), 'text'), 2))
 

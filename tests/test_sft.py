@@ -137,7 +137,7 @@ def test_chats_have_transformers_ids_and_the_answers_as_targets(tmp_path, monkey
                 example(ours, LAYOUTS[layout], chat)
             continue
         ids, mask = example(ours, LAYOUTS[layout], chat)
-        words = sft.Examples(ours, LAYOUTS[layout], BEGAN).text_of({'messages': chat})
+        words = sft.Examples(ours, LAYOUTS[layout], BEGAN).document(chat)[2]['text']
         # this one's byte tokens are special, which no model's are
         assert prepends or prepare_data.lost_characters(words, ours.decode(ids))[0] == 0
         if name != 'special':
@@ -527,7 +527,7 @@ def test_rows_without_an_answer_are_counted_and_other_rows_named(tmp_path):
         assert f'{path}, row 4: {message}' in said
     written(path, [*good, row, *({'messages': sft.pair(f'{i}?', 'yes')} for i in range(20, 30))])
     said = prepare_here('mostly', *words)
-    assert f"1 rows cannot be used and are left out: {path}, row 10: no 'messages'" in said
+    assert f"1 rows cannot be used and are left out (the first: {path}, row 10: no 'messages'" in said
     counts = meta(tmp_path / 'mostly-talker')['splits']
     assert sum(split['documents'] for split in counts.values()) == 19
     written(path, [{'question': 'a', 'reply': 'b'}])
