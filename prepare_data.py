@@ -133,8 +133,13 @@ def rows_of_parquet(path, columns, _):
     check_names(names)
     names = [name for name in names if name in (columns or ())] or names
     for batch in file.iter_batches(16, columns=names, use_threads=False):
-        for row in batch.to_pylist():
-            yield {name: value.decode() if isinstance(value, bytes) else value for name, value in row.items()}
+        for row in zip(*batch.columns):     # one by one: one that is not UTF-8 is left out
+            try:
+                row = {name: value.as_py() for name, value in zip(names, row)}
+                yield {name: value.decode() if isinstance(value, bytes) else value
+                       for name, value in row.items()}
+            except UnicodeDecodeError as error:
+                yield DataError(error)
 
 
 def check_names(names):
