@@ -587,7 +587,7 @@ def make(config, folder, paths, meta, tokenizer):
     form = config['shard_tokens'], tokenizer.vocab_size, meta['shards'], bool(meta['template'])
     writers = {split: shards.ShardWriter(folder, split, *form) for split in meta['splits']}
     last = write_documents(folder, meta, documents, writers)
-    if config['max_tokens']:
+    if 0 < config['max_tokens'] <= progress['tally']['tokens']:
         say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
     if tokenizer.folder:
         tokenizer.save(folder)

@@ -163,6 +163,7 @@ def test_what_max_tokens_leaves_out_is_said_and_a_file_that_is_named_twice_is_re
     said = prepare_here(*of(asked, tmp_path, f'--max_tokens={2 * size + 500}'))
     assert re.search(f'max_tokens: rows and files after row \\d of {tmp_path}/b.jsonl are not read', said)
     assert sum(counts['bytes'] for counts in meta(tmp_path / 'mine-byte')['splits'].values()) > 2 * size
+    assert 'are not read' not in prepare_here(*of(asked, tmp_path, '--max_tokens=1e9', '--overwrite'))
 
 
 @pytest.mark.parametrize('lost, said', [(0.0, ''), (0.05, 'not write 5.0% of the characters'), (0.2, None)])
@@ -184,9 +185,10 @@ def test_text_that_a_tokenizer_cannot_write_is_said_or_refused(tmp_path, monkeyp
 
 
 def test_binary_columns_of_parquet_are_text(tmp_path):
-    raw = pa.array([text.encode() for text in texts(5)], pa.binary())
+    raw = pa.array([text.encode() for text in texts(5)] + [b'\xff'], pa.binary())
     pq.write_table(pa.table({'text': raw}), tmp_path / 'a.parquet')
-    assert [row['text'] for row in prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)] == texts(5)
+    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)
+    assert [row['text'] for row in found] == texts(5) and isinstance(bad, DataError)
 
 
 def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_path):
@@ -706,7 +708,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}twice.csv', 1, ['twice.csv cannot be read (', ': its header names a column twice (text, text)']),
     (f'{MINE}twice.parquet', 1, ['twice.parquet cannot be read (', ': its header names a column twice (']),
     (f'{MINE}plain.txt.gz', 1, ['plain.txt.gz cannot be read (', 'zlib inflate failed']),
-    (f'{MINE}bytes.parquet', 1, ['bytes.parquet cannot be read (', 'utf-8']),
+    (f'{MINE}bytes.parquet', 1, ['bytes.parquet, row 12: ', 'utf-8']),
     (f'{MINE}ahead.jsonl', 1, ['ahead.jsonl, row 3: 5 is not text']),
     (f'{MINE}none.txt', 1, ['none.txt: 0 rows']),
     (f'{MINE}asked.jsonl --template=plain', 1, ['5 rows with 1 different questions']),
