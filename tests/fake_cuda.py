@@ -5,7 +5,8 @@ $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "prese
 The last line is JSON: for each choice the bytes of a block's kernels (of the head and its loss with "head":
 whether it is in FP8), their number, how many compute with a maximum in fp32 and leave it to others in bf16,
 and with "ptx": true of how many large ones the PTX stores bytes one at a time in every configuration that
-Inductor would try, and how many configurations spill. Inductor's own passes and code generation do the work;
+Inductor would try, and how many configurations spill. With "gathered" the block's weights are those that
+ranks gather in FP8. Inductor's own passes and code generation do the work;
 what they ask of a device is answered here. That takes private doors of torch and Triton, so unknown versions
 are refused.
 """
@@ -118,7 +119,14 @@ class Hopper:
         return attention(q, k, v, attn_bias=attn_mask, compute_log_sumexp=True, is_causal=is_causal)[0]
 
 
-def kernels_by(config, sequences, choice, of_head):
+def as_gathered(module):
+    """Give an Fp8Linear its weight as ranks gather it: W in FP8, and a handle that takes no memory."""
+    shape = module.weight.shape
+    module.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16).expand(shape))
+    module.w8, module.w8_scale_inv = torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(1, 1)
+
+
+def kernels_by(config, sequences, choice, asked):
     """Return the Kernels of a block by an fp8.Choice, or of the head and its loss, of normed activations,
     forward and backward, in their order."""
     model.F, model.NO_BF16_UNITS = Hopper(), False
@@ -129,6 +137,8 @@ def kernels_by(config, sequences, choice, of_head):
         x = torch.zeros(sequences, config.block_size, config.n_embd, dtype=torch.bfloat16, requires_grad=True)
         rope = list(rope_tables(config, config.block_size)) if config.position == 'rope' else []
         block = gpt.h[0]
+        for module in fp8.fp8_linears(block).values() if 'gathered' in asked else ():
+            as_gathered(module)
         names, buffers = list(dict(block.named_parameters())), extra_tensors(block)
 
         def run_block(*flat):
@@ -140,7 +150,7 @@ def kernels_by(config, sequences, choice, of_head):
         def run_head(weight, *inputs):
             return torch.func.functional_call(gpt, {'wte.weight': weight}, inputs, tie_weights=True)
 
-        if of_head:
+        if 'head' in asked:
             gpt.forward, gpt.compiled = gpt.head_nats, True
             graphs = partition(run_head, [gpt.wte.weight, x, torch.zeros(x.shape[:2], dtype=torch.int64)], 1)
         else:
@@ -244,7 +254,7 @@ def main(asked):
     for backend, recipe, kernels in asked['choices']:
         options = fp8.Options(head=bool(asked.get('head')))
         choice = fp8.Choice(backend, recipe, kernels=kernels, reason='counted', options=options)
-        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, 'head' in asked)
+        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, asked)
         row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches),
                'split maxima': sum(map(splits_a_maximum, launches))}
         if asked.get('ptx'):

@@ -82,6 +82,21 @@ def test_a_weight_is_cast_once_a_step_and_anew_when_it_changes():
         assert furthest(model, plain) < 2**-5   # other codes of e5m2: 1.6%; a stale cast: far more
 
 
+@pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])
+def test_of_a_gathered_weight_backward_makes_the_transpose(recipe):
+    """W alone in FP8, and a handle for the gradient, give what W and W^T give."""
+    for model, state, _ in pair(recipe):
+        state.weight_cache.new_step(4)
+        expected = gradients(model)
+        for linear in state.weight_cache.linears:
+            assert linear.wt8 is not None
+            linear.wt8 = linear.wt8_scale_inv = linear.cast_of = None
+            shape = linear.weight.shape
+            linear.weight = torch.nn.Parameter(torch.full((), -0.0).expand(shape))
+        state.weight_cache.linears = []
+        assert torch.equal(gradients(model), expected)
+
+
 def test_paused_is_bf16_and_who_looks_at_linears_finds_them():
     (plain, _, _), (fused, state, _) = pair('delayed')
     bf16 = GPT(WIDE)

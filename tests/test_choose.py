@@ -64,7 +64,7 @@ def test_kernels_are_our_own_where_they_serve_a_compiled_model_on_a_gpu(monkeypa
             ({}, True, 'triton'), ({}, False, 'auto'), ({'kernels': 'inductor'}, True, 'inductor'),
             ({'recipe': 'delayed'}, True, 'triton'), ({'recipe': 'delayed'}, False, 'auto'),
             ({'recipe': 'rowwise'}, True, 'auto'), ({'format': 'e5m2'}, True, 'auto'),
-            ({'lora_rank': 4}, True, 'auto'), ({'sharded': True}, True, 'auto')):
+            ({'lora_rank': 4}, True, 'auto'), ({'sharded': True}, True, 'triton')):
         place = dataclasses.replace(CUDA, compiling=compiling)
         assert choose(Options(backend='native', **options), place).kernels == kernels, options
     assert choose(Options(backend='native'), dataclasses.replace(HERE, compiling=True)).kernels == 'auto'
@@ -102,10 +102,9 @@ ORDERS = [
     ({'backend': 'native', 'format': 'e5m2', 'kernels': 'triton'}, {}, OptionError, 'in hybrid or e4m3'),
     ({'backend': 'native', 'recipe': 'delayed', 'kernels': 'inductor'}, COMPILED, OptionError,
      'byte by byte: --fp8_recipe=tensorwise, or fp8_kernels=triton'),
-    ({'backend': 'native', 'recipe': 'delayed', 'sharded': True}, COMPILED, OptionError,
-     'byte by byte: .* without lora_rank and sharding'),
+    ({'backend': 'native', 'recipe': 'delayed', 'lora_rank': 4}, COMPILED, OptionError,
+     'byte by byte: .* without lora_rank$'),
     ({'backend': 'te', 'sharded': True}, {}, OptionError, '--fp8_backend=native'),
-    ({'backend': 'native', 'lora_rank': 4, 'sharded': True}, {}, OptionError, '--no_fp8'),
     ({'backend': 'torchao', 'lora_rank': 4}, {}, OptionError, 'torchao: .* lora_rank=4 with tensorwise; '),
 ]
 

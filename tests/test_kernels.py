@@ -36,6 +36,16 @@ def test_bytes_of_a_block_are_those_known(preset, choices, gigabytes, launches):
         assert [row['scattered'] for row in rows] == [0, 0, 2 * (torch.__version__ >= '2.13')]
 
 
+@pytest.mark.parametrize('preset, sequences', [('gpt2', 32), ('llama-3.1-8b', 1)])
+def test_weights_that_ranks_gather_in_fp8_cost_a_block_nothing(preset, sequences):
+    choices = [('native', 'tensorwise', 'triton'), DELAYED]
+    whole, gathered = (counted(preset=preset, sequences=sequences, choices=choices, **asked)
+                       for asked in ({}, {'gathered': True}))
+    for row, before in zip(gathered, whole, strict=True):
+        assert 0.95 * before['bytes'] < row['bytes'] < before['bytes']
+        assert row['launches'] < before['launches']
+
+
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'blockwise', 'mxfp8'])
 def test_a_scale_and_its_inverse_come_of_one_amax(recipe):
     """On an H100, Inductor took the inverse from fp32's amax and the scale from the amax in bf16: in rowwise,

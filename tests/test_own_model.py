@@ -735,8 +735,8 @@ def test_a_copy_in_a_cached_step_computes_with_its_own_weights():
     other.load_state_dict(average.state_dict())
     fp8.convert(other, choice)
     assert torch.equal(average(x), other(x)) and torch.equal(part(x), other[0](x))
-    model[0].weight = None      # as LoRA has it
-    model[0].wt8 = model[0].wt8_scale_inv = None
+    # as LoRA has it
+    model[0].weight = model[0].cast_of = model[0].wt8 = model[0].wt8_scale_inv = None
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 

@@ -45,6 +45,15 @@ def test_in_fp32_it_is_ddp(trained):
         assert dict(records(fsdp, NORM)) == pytest.approx(dict(records(ddp, NORM)), rel=1e-6), mode
 
 
+@pytest.mark.parametrize('words', [NATIVE, pytest.param(DELAYED, marks=pytest.mark.slow)])
+def test_in_fp8_it_is_ddp_but_for_gradients_that_are_rounded_to_bf16(words, trained):
+    ddp = trained(2, *words)
+    full, grad_op = (trained(2, *words, f'--sharding_mode={mode}') for mode in ('fsdp_full', 'fsdp_grad_op'))
+    assert losses(full) == losses(grad_op)
+    assert losses(full)[1] == losses(ddp)[1]
+    assert losses(full) == pytest.approx(losses(ddp), rel=2**-10)
+
+
 @pytest.mark.parametrize('words, tolerance', [
     pytest.param(NATIVE, 5e-3, id='native'),
     pytest.param(['train.py', *LLAMA, '--grad_checkpointing=full', '--loss_chunks=2'], 1e-3, id='bf16',
@@ -57,10 +66,14 @@ def test_it_is_one_process(words, tolerance, trained):
     assert abs(records(fsdp, 'val/loss')[-1][1] - records(one, 'val/loss')[-1][1]) < 10 * tolerance
 
 
-@pytest.mark.slow
-def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(trained):
-    words = 'train.py', '--lora_rank=4', '--lora_targets=all'
-    assert losses(trained(2, *words, FULL)) == losses(trained(2, *words))
+@pytest.mark.parametrize('script', [
+    NATIVE, *(pytest.param(words, marks=pytest.mark.slow) for words in (['train.py'], DELAYED))])
+def test_adapters_beside_a_sharded_model_train_as_beside_a_whole_one(script, trained):
+    words = *script, '--lora_rank=4', '--lora_targets=all'
+    ddp, fsdp = (trained(2, *words, *more) for more in ([], [FULL]))
+    assert losses(fsdp) == losses(ddp)
+    assert records(fsdp, 'val/loss') == records(ddp, 'val/loss')
+    assert equal(fsdp / 'latest.pt', ddp / 'latest.pt')
 
 
 def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):

@@ -32,6 +32,7 @@ from .backends import BACKENDS, TRITON_SERVES, Backend, triton_serves
 from .linear import (  # noqa: F401
     ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSORS, WEIGHT, WEIGHT_CACHE,
     DeviceError, Fp8Linear, OptionError, mode, paused, set_mode, update_amax)
+from .sharded import cast_shards, sharded_weights
 
 HEAD = 'lm_head'
 # names of output layers, anywhere and outside numbered blocks
@@ -234,7 +235,7 @@ def problem_of(choice, place, request):
 
 def misfit(choice, place):
     """Return why a choice fits no backend at this place, a clause, or None if it may fit one."""
-    recipe, options = RECIPES[choice.recipe], choice.options
+    recipe = RECIPES[choice.recipe]
     in_bf16 = [why_bf16(choice, *linear) for linear in place.linears]
     if place.dtype != torch.bfloat16 and place.device.type != 'cpu':
         return f'FP8 needs dtype=bf16 around it, not {place.dtype}: --dtype=bf16'
@@ -242,8 +243,6 @@ def misfit(choice, place):
         return f'batch_size x block_size = {place.tokens} is not a multiple of {recipe.multiple}'
     if in_bf16 and all(in_bf16):
         return f'no linear of this model can be in FP8: {in_bf16[0]}'
-    if options.lora_rank and options.sharded:
-        return 'frozen weights in FP8 are not sharded: --no_fp8, or --sharding_mode=ddp'
     if choice.kernels == 'triton':
         return None if triton_serves(choice) else f'fp8_kernels=triton {TRITON_SERVES}: leave it out'
     if recipe.delayed and choice.backend == 'native' and place.compiles_for_cuda:
@@ -350,7 +349,7 @@ def make_plain(model):
     for module in linears:
         # convert made it, and since then it was not sharded, parametrized or wrapped by an offloading library
         own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
-        if not own or module.weight is None:
+        if not own or module.weight is None or module.sharded:
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
     for module in model.modules():
         vars(module).pop('bf16_reason', None)
@@ -464,6 +463,10 @@ def summary(model, choice):
     line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
     line += f', margin {choice.options.margin}' * bool(choice.options.margin)
     line += ', Triton kernels' * (choice.kernels == 'triton')
+    gathered = sum(getattr(module, 'sharded', None) is not None for module in linears.values())
+    if choice.options.sharded:
+        line += f', {gathered} of {len(linears)} weights gathered in FP8'
+        line += ' (tensorwise and delayed, in equal shards)' * (gathered < len(linears))
     line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {said[0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
     if not output_layers(model) and not choice.options.keep:
@@ -486,8 +489,8 @@ class WeightCache:
 
     With `drop`, as the product's LoRA wants it, weights that do not train are cast once, with a scale of
     their own, and replaced by the cast W: 1 byte a weight instead of 4. Backward makes W^T of it. The weights
-    themselves go to the host's memory, from which evaluation in bf16 reads them. Sharded weights are not
-    cached: their casts would be whole; nor are weights that a hook makes.
+    themselves go to the host's memory, from which evaluation in bf16 reads them. Weights that a hook makes
+    are not cached. Of sharded weights each rank casts its shard, in each step; see sharded.py.
 
     te's linears keep casts of their own, in such steps alone.
 
@@ -506,15 +509,22 @@ class WeightCache:
                     weight = linear.weight.detach().cpu()   # pinned, a GPU reads it at the bus's full speed
                     linear.host_weight = weight.pin_memory() if linear.weight.is_cuda else weight
                     linear.wt8 = linear.wt8_scale_inv = linear.weight = linear.cast_of = None
+        self.sharded = sharded_weights(model)
+        frozen = [each for each in self.sharded if drop and not each.weight.requires_grad]
+        if frozen:
+            cast_shards(frozen, own_scale=True)
+        for each in frozen:
+            each.drop()
         self.new_step(1)
-        model.register_forward_pre_hook(self.refresh)
+        # before FSDP2's, whose streams then wait for the casts
+        model.register_forward_pre_hook(self.refresh, prepend=True)
 
     def __getstate__(self):
         return {**vars(self), 'caching': False}     # a copy of the model has no steps
 
     def new_step(self, micro_steps):
         """Drop the casts, and cache those of a step of this many micro-steps."""
-        self.caching = micro_steps >= FEWEST
+        self.caching, self.shards_cast = micro_steps >= FEWEST, None
         self.linears = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]    # still
         for linear in self.linears:
             for name in ('cast_of', *WEIGHT_CACHE):
@@ -524,6 +534,12 @@ class WeightCache:
 
     def refresh(self, model, arguments):
         """Cast the weights that are not cached: a forward pre-hook of the model."""
+        training = [each for each in self.sharded if each.host is None]
+        # a shard's own version stays as it is
+        versions = [(id(each.weight), each.weight._version) for each in training]
+        if versions and not mode.paused and self.shards_cast != versions:
+            cast_shards(training, own_scale=mode.calibrating)
+            self.shards_cast = versions
         # a compiler may trace a block by itself; backward takes no casts that inference_mode has made
         if (self.caching and not mode.paused and not torch.compiler.is_compiling()
                 and not torch.is_inference_mode_enabled()):

@@ -218,15 +218,15 @@ def native_mm(a, b, *how, **options):
     return multiply(a, b, *how, **options)
 
 
-TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank and sharding'
+TRITON_SERVES = 'is for native\'s tensorwise and delayed in hybrid or e4m3, without lora_rank'
 
 
 def triton_serves(choice):
     """Return whether our Triton kernels serve a choice: they scale whole tensors, cast both ways in one
-    format, cache whole weights, and have no blocks with adapters."""
+    format, and have no blocks with adapters."""
     recipe = RECIPES[choice.recipe]
     return (choice.backend == 'native' and choice.format != 'e5m2'
-            and not (choice.options.lora_rank or choice.options.sharded)
+            and not choice.options.lora_rank
             and recipe.activation == recipe.weight == recipe.weight_dgrad == TENSOR)
 
 

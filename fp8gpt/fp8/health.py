@@ -67,8 +67,11 @@ def cast_health(model, choice, run):
         if falls_back(x, RECIPES[choice.recipe].multiple):     # nothing was cast
             return
         look(INPUT, x)
-        if module.weight is not None:  # a frozen weight is there as its cast alone
-            look(WEIGHT, module.weight)
+        weight, sharded = module.weight, getattr(module, 'sharded', None)
+        if sharded:     # what is gathered in FP8 is no weight
+            weight = None if sharded.host is not None else sharded.weight.full_tensor()
+        if weight is not None:  # a frozen weight is there as its cast alone
+            look(WEIGHT, weight)
         if y.requires_grad and y.dim():  # the head's y is the loss
             y.register_hook(functools.partial(look, GRAD))
 

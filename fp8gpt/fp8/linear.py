@@ -50,7 +50,7 @@ WEIGHT_CACHE = 'w8', 'w8_scale_inv', 'wt8', 'wt8_scale_inv'
 # Tensors of an Fp8Linear beside its parameters. They are no buffers, which DistributedDataParallel would
 # broadcast from rank 0, and an average of weights (torch.optim.swa_utils) copy one by one.
 TENSORS = 'amax', 'scale', *WEIGHT_CACHE
-ADDED = 'arithmetic', 'about', 'made', 'cast_of', *TENSORS     # what an Fp8Linear has more than an nn.Linear
+ADDED = 'arithmetic', 'about', 'made', 'cast_of', 'sharded', *TENSORS   # what an nn.Linear has not
 LARGEST_SCALE = 2.0**126    # of a tensor of zeros, too; its inverse is the least normal fp32
 TENSOR, ROW = (0, 0), (1, 0)  # (rows, columns) of the block that shares a scale; 0 stands for all of them
 
@@ -155,10 +155,13 @@ class Quantizer(NamedTuple):
             amax = (amax.view(torch.int16).int() << 16).view(torch.float32)
         if scale is None:
             scale = self.scale(amax)
-        data = (tiles.float() * scale).clamp_(-self.largest, self.largest)
-        data = data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
         scale_inv = inverse(scale, amax).reshape(tiles.shape[::2])
-        return Float8Tensor(data.view(x.shape), scale_inv, self.block, amax)
+        return Float8Tensor(self.codes(tiles, scale).view(x.shape), scale_inv, self.block, amax)
+
+    def codes(self, x, scale):
+        """Return x * scale in FP8."""
+        data = (x.float() * scale).clamp_(-self.largest, self.largest)
+        return data.to(self.dtype, memory_format=torch.contiguous_format)  # of a view, too
 
     def scale(self, amax):
         """Return the scale, fp32, that brings amax to `margin` powers of two below the largest value."""
@@ -445,6 +448,7 @@ class Fp8Linear(nn.Linear):
         """Add to an nn.Linear what it has more as an Fp8Linear. about: its recipe, format and backend."""
         self.arithmetic, self.about, self.made = arithmetic, about, type(self)
         self.cast_of = None     # the weight in WEIGHT_CACHE, its version and where it is
+        self.sharded = None     # its ShardedWeight, if FSDP2 gathers WEIGHT_CACHE; see sharded.py
         vars(self).update(dict.fromkeys(TENSORS))   # without a cast, each forward pass casts
         if RECIPES[about[0]].delayed:   # fp8.State keeps and saves these; a scale is 1 before the first amax
             self.amax = torch.zeros(3, dtype=torch.float32, device=self.weight.device)
@@ -481,6 +485,8 @@ class Fp8Linear(nn.Linear):
             weight = self.weight    # once: a parametrization computes it
             if weight is None:      # WeightCache has moved it to the host's memory
                 weight = self.host_weight.to(x.device, non_blocking=True)
+            elif self.sharded and self.w8 is not None:      # the weight is a handle, of -0.0
+                weight = weight + Float8Tensor(self.w8, self.w8_scale_inv, TENSOR).dequantize()
             return self.plain(Held(weight, self.bias), x)
         y = Matmul.apply(x.reshape(-1, x.shape[-1]), *self.operands())
         # what is_exporting returns; torch 2.11's Dynamo takes that for True under torch.compile, too
@@ -508,7 +514,7 @@ class Fp8Linear(nn.Linear):
     def is_cast(self):
         """Return whether WEIGHT_CACHE holds the weight as it is now: functional_call may have replaced it,
         load_state_dict its values. Compiled code takes any cast; WeightCache.refresh looks before it runs."""
-        if self.w8 is None or self.weight is None or torch.compiler.is_compiling():
-            return self.w8 is not None
+        if self.w8 is None or self.cast_of is None or torch.compiler.is_compiling():
+            return self.w8 is not None      # frozen or gathered: there is no other
         weight, *version = self.cast_of
         return weight is self.weight and version == [weight._version, weight.data_ptr()]
