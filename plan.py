@@ -53,7 +53,7 @@ import torch
 from fp8gpt import fp8, lora, optim, pretrained
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import (
-    Length, Run, batch_line, dataset, length_line, micro_steps, model_line, tokens_per_epoch)
+    Length, batch_line, dataset_if_any, length_line, micro_steps, model_line, preview, tokens_per_epoch)
 from model import GPT, PRESETS
 
 # By n_embd, what one H100 did (results/gpu: 124m.json, 350m.json, 1.5b.json, lora_8b.json); lines in between.
@@ -74,9 +74,9 @@ def settled(config):
     preset = name.lower().rpartition('/')[2].removesuffix('-instruct').removeprefix('meta-')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=vocab_size or PRESETS[preset].vocab_size)
-        if not dataset(config, required=False)[0]:
+        if not dataset_if_any(config).folder:
             config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
-    run = Run.of(config, torch.device('cuda'), data_required=False)
+    run = preview(config, torch.device('cuda'))
     run.config['tokenizer'] = tokenizer
     with torch.device('meta'):
         model = GPT(run.window_config, seed=None, param_dtype=run.param_dtype)

@@ -54,7 +54,7 @@ matplotlib.rcParams['figure.constrained_layout.use'] = True
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, runlog
-from fp8gpt.run import Length, Run, tokens_per_epoch
+from fp8gpt.run import Length, preview, tokens_per_epoch
 
 
 def finish_figure(figure, out):
@@ -124,7 +124,7 @@ def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
     alone ends the run."""
-    run = Run.of(config, torch.device('cuda'), data_required=False)
+    run = preview(config, torch.device('cuda'))
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
     length = Length.of(config, 1, tokens_per_epoch(run))

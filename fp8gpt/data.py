@@ -19,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError
-from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_meta, read_splits
+from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_splits
 
 
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
+    dataset: a shards.Dataset. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
     shards where there is no meta.json), `n_windows`, `tokens_per_epoch`, `packing` (None where shards have no
     masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises MissingError, DataError as
     read_splits does, SettingError where the split has no whole window."""
 
-    def __init__(self, folder, split, block_size):
-        meta = read_meta(folder)
+    def __init__(self, dataset, split, block_size):
+        folder, meta = dataset
         files = read_splits(folder, meta, split)
         self.shards = [shard for file, shard in files.items() if not is_mask(file)]
         self.masks = [mask for file, mask in files.items() if is_mask(file)]

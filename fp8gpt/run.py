@@ -1,19 +1,22 @@
 """Resolve a run's settings once, for the training scripts and for each tool that reads their settings.
 
-    config = configure(__file__)                    # what is asked for
-    run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
+    source = open_source(configure(__file__))       # the checkpoint or model that the run starts from
+    dataset = shards.find_dataset(source.config)
+    run = Run.of(source, dataset, device)           # architecture, dtype, compile
     globals().update(run.settings)                  # in a script: from here on, each global is what runs
     length = run.length(world_size, tokens_per_epoch)
     log.intro(*run.early_lines())                   # and, once the model is there, *run.first_lines(...)
 
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
+import copy
 import dataclasses
 import fractions
 import itertools
 import math
 import os
 import shutil
+from typing import NamedTuple
 
 import torch
 
@@ -37,17 +40,13 @@ class Run:
     """A run as it is known before its model is built.
 
     config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
-    block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
-    None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
-    Hugging Face model whose weights the model starts with, see pretrained.base, or None. resumed: the
-    checkpoint that the run resumes from, or None; it is the source too, unless it holds adapters alone.
-    notes: lines for the log about replaced settings and shards from elsewhere. data: what shards.check
-    returns. of_examples: whether it trains on examples, as far as the dataset's name says before it is
-    prepared."""
+    block_size is the run's, model_config's the longest that the model reads. tokenizer: its identity.
+    source, resumed, resume_path: as in Source. notes: lines for the log about replaced settings and shards
+    from elsewhere. data: what shards.check returns."""
     config: Config
     model_config: GPTConfig
     device: torch.device
-    folder: str | None
+    dataset: shards.Dataset
     tokenizer: str
     compiled: bool
     source: dict | None
@@ -55,43 +54,51 @@ class Run:
     resume_path: str | None
     notes: list
     data: dict
-    of_examples: bool
 
     @classmethod
-    def of(cls, config, device, data_required=True):
-        """Return the Run of a script's settings on a torch.device.
+    def of(cls, source, dataset, device, trains=True):
+        """Return the Run from a Source on a shards.Dataset, on a torch.device.
 
-        data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
-        Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
-        tokenizer that cannot be loaded."""
-        config, resumed, resume_path = open_resumed(config)
-        if data_required and not resumed:
-            check_adapters(config)
+        trains: whether the run reads the dataset, which is checked then. Raises SettingError where settings,
+        source and dataset contradict each other, DataError for a damaged shard, MachineError for a tokenizer
+        that cannot be loaded."""
+        config, resumed = copy.copy(source.config), source.resumed
+        before, meta = resumed or source.model, dataset.meta
         notes = replace_requests(config, device)
-        if resumed and resumed.get('lora'):
-            source = pretrained.base_of_adapters(resumed)
-        else:
-            source = resumed or pretrained.base(config['init_from'], bool(config['lora_rank']))
-        before = resumed or source
-        folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
-        if data_required:
-            notes += check_data(config, folder, meta, tokenizer, before)
-        model_config = architecture(config, vocabulary(config, folder, meta, before), before)
+        if trains and not resumed:
+            check_adapters(config)
+        if trains:
+            notes += check_data(config, dataset, tokenizer, before)
+        model_config = architecture(config, vocabulary(config, dataset, before), before)
         contents = {}
-        if data_required:       # reads each shard
-            contents = once_a_node(shards.check, folder, model_config.vocab_size)
-        block_size = window(config, model_config, before)
-        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''),
-                      is_plain=meta.get('template') == sft.PLAIN)
-        config['run_name'] = name_of_run(config)
+        if trains:      # reads each shard
+            contents = once_a_node(shards.check, dataset, model_config.vocab_size)
+        config.update(
+            dataclasses.asdict(model_config),
+            block_size=window(config, model_config, before),
+            system=meta.get('system', ''),
+            is_plain=meta.get('template') == sft.PLAIN,
+            run_name=config['run_name'] or config.stem or 'gpt',
+        )
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
-        run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
-                  resumed=resumed, resume_path=resume_path, notes=notes, data=contents,
-                  of_examples=bool(meta.get('template') if meta else shards.has_examples(config['dataset'])))
+        run = cls(config, model_config, device, dataset, tokenizer, compiled=compiled, source=source.model,
+                  resumed=resumed, resume_path=source.resume_path, notes=notes, data=contents)
         if resumed:
             fit_to_data(run)
         return run
+
+    @property
+    def folder(self):
+        """The folder of the dataset's shards; None where it is not prepared."""
+        return self.dataset.folder
+
+    @property
+    def of_examples(self):
+        """Return whether the dataset holds examples, as far as its name says before it is prepared."""
+        if self.dataset.meta:
+            return bool(self.dataset.meta.get('template'))
+        return shards.has_examples(self.config['dataset'])
 
     @property
     def settings(self):
@@ -209,27 +216,36 @@ class Run:
         return int({'none': 0, 'full': 1}.get(setting, setting))
 
 
-def open_resumed(config):
-    """Return (the settings over the checkpoint's, the checkpoint, its path) of `resume`; the latter two are
-    None where it names none. Raises what checkpoint.read, checkpoint.check_name,
-    over_checkpoint and check_same_data raise."""
+class Source(NamedTuple):
+    """What a run starts from. config: the settings, over those of a checkpoint that the run resumes from.
+    resumed, resume_path: that checkpoint and its path, or None. model: the checkpoint or Hugging Face model
+    whose weights the model starts with, see pretrained.base, or None; it is `resumed` too, unless that holds
+    adapters alone."""
+    config: Config
+    resumed: dict | None
+    resume_path: str | None
+    model: dict | None
+
+
+def open_source(config):
+    """Return the Source of a script's settings. Raises what checkpoint.find, checkpoint.read, over_checkpoint
+    and pretrained.base raise, and SettingError where a resume by name meets another dataset."""
     path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
     if not path:
-        return config, None, None
+        return Source(config, None, None, pretrained.base(config['init_from'], bool(config['lora_rank'])))
     resumed = checkpoint.read(path)
     checkpoint.check_name(path, resumed['step'])
     REVISIONS.update(resumed.get('revisions', {}))
     config = over_checkpoint(config, resumed, path)
     check_same_data(config, path)
-    return config, resumed, path
+    model = pretrained.base_of_adapters(resumed) if resumed.get('lora') else resumed
+    return Source(config, resumed, path, model)
 
 
-def name_of_run(config):
-    """Return run_name, or what stands for it. Raises SettingError where its folder would be out of runs/."""
-    name = config['run_name'] or config.stem or 'gpt'
-    if os.path.normpath(name).startswith(('..', '/')):
-        raise SettingError(f'run_name={name} names a folder outside of runs/')
-    return name
+def preview(config, device):
+    """Return the Run of settings that are not trained with: the dataset may be missing, and is not read."""
+    source = open_source(config)
+    return Run.of(source, dataset_if_any(source.config), device, trains=False)
 
 
 def over_checkpoint(config, resumed, path):
@@ -317,22 +333,20 @@ def replace_requests(config, device):
 
 # ----------------------------------------------------------------------------------- dataset and architecture
 
-def dataset(config, required):
-    """Return (the folder of the shards, its meta.json), or (None, {}) where it is not prepared and not
-    required. Raises MissingError."""
+def dataset_if_any(config):
+    """Return the shards.Dataset of settings; Dataset(None, {}) where it is not prepared."""
     try:
         return shards.find_dataset(config)
     except MissingError:
-        if required:
-            raise
-        return None, {}
+        return shards.Dataset(None, {})
 
 
-def check_data(config, folder, meta, tokenizer, before):
+def check_data(config, dataset, tokenizer, before):
     """Raise SettingError where the dataset does not fit the model. Return a line, in a list, where it has no
     meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
     without a tokenizer fits any."""
-    asked, made = config['template'], meta.get('template') and (
+    (folder, meta), asked = dataset, config['template']
+    made = meta.get('template') and (
         'plain' if meta['template'] == sft.PLAIN else 'chat')
     if asked not in ('auto', made):
         raise SettingError(f'template={asked}, but {folder} was prepared by another, or as texts: leave out '
@@ -353,12 +367,12 @@ def check_data(config, folder, meta, tokenizer, before):
                             'tokens, by their headers and sizes alone']
 
 
-def vocabulary(config, folder, meta, before):
+def vocabulary(config, dataset, before):
     """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's. A
     token that the model lacks and no text has is no matter: shards.check sees those that the dataset has."""
     size = before['model_config']['vocab_size'] if before else config.get('vocab_size')
-    size = size or meta.get('vocab_size')
-    if not size and not folder and config['tokenizer'] == 'gpt2':
+    size = size or dataset.meta.get('vocab_size')
+    if not size and not dataset.folder and config['tokenizer'] == 'gpt2':
         size = GPTConfig.vocab_size     # known without its files
     return size or get_tokenizer(config['tokenizer']).vocab_size
 
@@ -411,8 +425,7 @@ def tokens_per_epoch(run):
     others = config['max_steps'] or config['max_tokens'] or config['max_hours']
     if not config['num_epochs'] and others:
         return 0
-    folder, _ = shards.find_dataset(config)
-    return data.TokenData(folder, 'train', config['block_size']).tokens_per_epoch
+    return data.TokenData(shards.find_dataset(config), 'train', config['block_size']).tokens_per_epoch
 
 
 # ------------------------------------------------------------------------------------------- batch and length

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fp8gpt import files, shards
+from fp8gpt import files
 from configurator import (
     HERE, DataError, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say,
     say_in_run)
@@ -100,8 +100,8 @@ def open_tensorboard(config, precision, records):
     log so far, which are written anew in place of earlier curves, since TensorBoard's page shows also what a
     resume abandons. Each run has a folder called after its checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
-    place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
-    folder = f'runs/{config["run_name"]}-{precision}/{place}'
+    place = f'{config["run_name"]}-{precision}/{os.path.relpath(config["checkpoint_dir"])}'
+    folder = 'runs/' + place.replace('..', '%2E%2E')    # no way out of runs/
     old = glob.glob(f'{glob.escape(folder)}/events.out.tfevents.*')
     for path in old:
         os.remove(path)
@@ -335,7 +335,7 @@ class RunLog:
             resumed = self.run.resume_path      # into another folder, which has no best model
             best = f'the best before {resumed}' if resumed else 'that of the start'
             self.say(f'WARNING: no validation loss was below {best}: a lower --max_lr may help')
-        template, words = shards.read_meta(self.run.folder).get('template') or '', ''
+        template, words = self.run.dataset.meta.get('template') or '', ''
         if '{{' in template:    # a tokenizer's own, in jinja
             words = ' --chat'
         elif template:

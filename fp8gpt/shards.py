@@ -20,6 +20,7 @@ import zlib
 from glob import glob
 from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -237,14 +238,21 @@ def read_shard(path):
     return np.memmap(path, dtype, 'r', HEADER * 4, (tokens,))
 
 
+class Dataset(NamedTuple):
+    """A dataset that has been opened: the folder of its shards, or None where it is not prepared, and what
+    read_meta returns for that folder."""
+    folder: str | None
+    meta: dict
+
+
 def find_dataset(config):
-    """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
-    the command that prepares it, where there are no shards, and what read_meta raises."""
+    """Return the Dataset that a script's settings name. Raises MissingError, with the command that prepares
+    it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
     if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
         words = shlex.join(words_to_prepare(config))
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {words}`')
-    return folder, read_meta(folder)
+    return Dataset(folder, read_meta(folder))
 
 
 def read_meta(folder):
@@ -297,12 +305,11 @@ def read_splits(folder, meta, *splits):
     return shards
 
 
-def check(folder, vocab_size=2**32):
-    """Check that all shards have their length, and begin with ids below vocab_size. Return {file: [tokens,
-    crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first LOOKED_AT tokens.
-
-    Raises DataError or SettingError for the first wrong shard, and what read_meta raises."""
-    meta = read_meta(folder)
+def check(dataset, vocab_size=2**32):
+    """Check that all shards of a Dataset have their length, and begin with ids below vocab_size. Return
+    {file: [tokens, crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first
+    LOOKED_AT tokens. Raises DataError or SettingError for the first wrong shard."""
+    folder, meta = dataset
     contents = listed(meta)
     for file, shard in read_splits(folder, meta, 'train', 'val').items():
         first = shard[:LOOKED_AT]

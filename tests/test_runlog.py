@@ -197,6 +197,8 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         assert len(os.listdir('runs/mine-bf16/checkpoints')) == 1
     for name in 'x/y', 'x_y', '../x', 'x', '.x', '/tmp/x', tmp_path / 'x':
         runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', [])[1]()
+    runlog.open_tensorboard({**config, 'run_name': '../up'}, 'fp8', [])[1]()
+    assert not list(tmp_path.glob('up*'))
     boards = {path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}
     assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
 
