@@ -193,7 +193,7 @@ def main(words):
     length, parts = Length.of(config, gpus, epoch), memory(run, model, gpus, in_fp8)
     seconds = step_seconds(run, model, gpu, length, gpus)
     say(model_line(run.window_config), f'device    {gpus} x {gpu.name}, of {gpu.memory:.1f} GB each',
-        batch_line(config, length, gpus), note or length_line(run, length, model))
+        batch_line(config, length, gpus), note or length_line(run, length))
     precision = 'FP8' if in_fp8 else 'bf16'
     say(f'memory    {sum(parts.values()) / 1e9:.2f} GB of a GPU, in {precision} by torch.compile',
         *(f'          {size / 1e9:.2f} {part}' for part, size in parts.items() if size))

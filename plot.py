@@ -130,7 +130,7 @@ def plot_lr(config, out):
     length = Length.of(config, 1, tokens_per_epoch(run))
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
-    schedule = optim.Schedule.of(config, length.last_step)
+    schedule = length.schedule
     title, color = f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by})', 'black'
     title += f', warm-up {config["warmup_steps"]:,}'
     try:

@@ -194,7 +194,7 @@ if not batch_size:
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
     length = run.length(ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
-schedule = optim.Schedule.of(config, last_step)
+schedule = length.schedule
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
 
 # ------------------------------------------------------------------------------ resume, data loader, log

@@ -25,10 +25,10 @@ from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_splits
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    dataset: a shards.Dataset. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
-    shards where there is no meta.json), `n_windows`, `tokens_per_epoch`, `packing` (None where shards have no
-    masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises MissingError, DataError as
-    read_splits does, SettingError where the split has no whole window."""
+    dataset: a shards.Dataset. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
+    `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
+    unknown). Raises MissingError, DataError as read_splits does, SettingError where the split has no whole
+    window."""
 
     def __init__(self, dataset, split, block_size):
         folder, meta = dataset
@@ -40,8 +40,6 @@ class TokenData:
                                'x_train_*.bin, and some called val_*.bin or x_val_*.bin')
         if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
             raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
-        names = [file for file in files if not is_mask(file)]
-        self.taken = '' if meta else f' ({", ".join(names[:3])}{" ... " + names[-1] if names[3:] else ""})'
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size

@@ -262,7 +262,7 @@ def test_out_of_memory_goes_on_with_half_the_batch(full, tiny, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {'.lock', 'latest.pt', 'log.jsonl', 'step_000002.pt'}
     out = run(full, 'train.py', *words, '--batch_size=2', '--resume=auto').stdout
-    assert '2 x 64 tokens x 2 micro-steps = 256 tokens a step' in out
+    assert '2 x 64 tokens x 2 micro-steps x 1 ranks = 256 tokens a step' in out
     assert 'step_000002.pt at step 2, ' in out
     assert list(losses(tmp_path)) == list(range(1, 11))
 

@@ -83,9 +83,6 @@ def test_a_split_is_a_word_of_a_shards_name(tmp_path):
         assert [*read_splits(str(tmp_path), {}, split)] == files
     train, val = (TokenData(opened(tmp_path), split, 8) for split in names)
     assert (train.tokens, val.tokens) == (36, 27)
-    first, second, third, last = names['train']
-    assert train.taken == f' ({first}, {second}, {third} ... {last})'
-    assert val.taken == f' ({", ".join(names["val"])})'
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_one_line(tmp_path):

@@ -634,9 +634,8 @@ def trained(tmp_path_factory, chat_folder):
 def test_ranks_and_resumes_make_the_same_steps(trained):
     words, root, said = trained
     packing = TokenData(opened(root / 'mine-talker'), 'train', 64).packing
-    steps = -(-len(packing.targets) // 2)
     assert (f'packed    {len(packing.lengths)} examples in {len(packing.targets)} windows, '
-            f'{packing.padding:.1%} of them padding; {steps} steps an epoch') in said
+            f'{packing.padding:.1%} padding;') in said
     again = [word for word in words if 'init_from' not in word]
     run(*again, f'--checkpoint_dir={root}/resumed', f'--resume={root}/one/step_000004.pt')
     assert losses(root / 'resumed') == losses(root / 'one', after=4)
@@ -664,7 +663,7 @@ def test_a_template_that_made_no_shard_is_refused(trained, tmp_path):
     assert 'leave out --template, or prepare' in run(*words, '--template=plain', *more, rc=2).stderr
     run(*words, '--template=chat', *more)
     of_texts = ['train.py', f'--dataset={write_tiny_data(tmp_path)}', *TINY, *more, '--template=chat']
-    assert 'prepared by another, or as texts: leave out' in run(*of_texts, rc=2).stderr
+    assert 'by another template, or as texts: leave out' in run(*of_texts, rc=2).stderr
 
 
 def test_a_chat_begins_with_the_training_chats_system_message(trained, here, monkeypatch, chat_folder):
