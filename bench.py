@@ -51,7 +51,7 @@ def bench_arguments(words):
             command.add_argument(f'--{flag}', type=kind, default=default,
                                  help=f'{meaning} (default: {default!r})')
     asked, asked.words = parser.parse_known_args(words)
-    configure('train_fp8.py', asked.words, nearby=vars(asked))
+    configure('train_fp8.py', asked.words)
     return asked
 
 

@@ -27,7 +27,7 @@ def plan_arguments(words):
                         help='tokens; 0 = those of the model or dataset')
     parser.add_argument('--network', help='is gone: 400 GB/s a node are assumed')
     asked, rest = parser.parse_known_args(words)
-    asked.config = config = configure('train_fp8.py', rest, nearby=vars(asked))
+    asked.config = config = configure('train_fp8.py', rest)
     config['vocab_size'] = asked.vocab_size
     name, asked.gpu = asked.gpu, find_gpu(asked.gpu)
     known = ', '.join(gpu.name for _, gpu in GPUS)

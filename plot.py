@@ -33,7 +33,7 @@ def plot_arguments(words):
                                  help='a JSON to write: the numbers, with hardware, versions and settings')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
-        asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
+        asked.config = configure('train_fp8.py', rest)
     elif rest:
         parser.error(f'what is {rest[0]!r}?')
     if not asked.out.endswith(('.png', '.pdf', '.svg')):

@@ -194,14 +194,20 @@ class Run:
         config = self.config
         lines = [f'data      {self.folder}: {train.tokens:,} training tokens, '
                  f'{val.tokens:,} for validation']
-        if self.resumed:
-            lines += resume_lines(self, length)
+        before = self.resumed
+        if before:
+            precision = before['precision']['name']
+            lines.append(f'resumed   {self.resume_path} at step {before["step"]}, in {precision} until now')
         lines += self.changes
         if config['eval_only']:
             return lines
-        per_epoch = train.n_windows * train.block_size
+        size = before and before.get('tokens_per_step')
+        if size and size != length.tokens_per_step:
+            lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
+        if before and length.last_step != optim.OPEN:
+            lines.append(length.schedule.jump(before['step'], before.get('learning_rate')))
         return [*lines, packing_line(train), batch_line(config, length, world_size),
-                length_line(self, length, per_epoch), length.cut, disk_line(self, model)]
+                length_line(self, length, train.tokens_per_epoch), length.cut, disk_line(self, model)]
 
     @property
     def checkpoint_every(self):
@@ -359,9 +365,9 @@ def vocabulary(config, dataset, before):
 def architecture(config, vocab_size, before):
     """Return the GPTConfig: that of before (as in check_data), else the preset's and the settings'. Raises
     SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
-    names = [field.name for field in dataclasses.fields(GPTConfig)]
-    fields = {name: config[name] for name in names if name in config}
-    given = {name: value for name, value in fields.items() if name in config.files | config.typed}
+    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    fields = {name: config[name] for name in names}
+    given = {name: config[name] for name in names if name in config.files | config.typed}
     if before:
         fixed = GPTConfig(**before['model_config'])
         free = 'block_size' if fixed.position == 'rope' else ''     # see window
@@ -400,8 +406,7 @@ def tokens_per_epoch(run):
     """Return the tokens of a pass over the training split where the run's length depends on them; else 0.
     Raises MissingError."""
     config = run.config
-    others = config['max_steps'] or config['max_tokens'] or config['max_hours']
-    if not config['num_epochs'] and others:
+    if not config['num_epochs'] and any(config[name] for name in LIMITS):
         return 0
     return data.TokenData(shards.find_dataset(config), 'train', config['block_size']).tokens_per_epoch
 
@@ -534,20 +539,6 @@ def packing_line(train):
     return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
             f'{packing.padding:.1%} padding; longer than block_size={train.block_size}: {packing.cut:,} cut, '
             f'by {packing.lost / train.tokens:.1%} of all tokens, {packing.left_out:,} left out')
-
-
-def resume_lines(run, length):
-    """Return the lines about a resumed run, and what a step of it does otherwise than before."""
-    before, config, precision = run.resumed, run.config, run.resumed['precision']['name']
-    lines = [f'resumed   {run.resume_path} at step {before["step"]}, in {precision} until now']
-    if config['eval_only']:
-        return lines
-    size = before.get('tokens_per_step')
-    if size not in (None, length.tokens_per_step):
-        lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
-    if length.last_step != optim.OPEN:
-        lines.append(length.schedule.jump(before['step'], before.get('learning_rate')))
-    return lines
 
 
 def disk_line(run, model):

@@ -10,11 +10,9 @@ Shards of examples for fine-tuning have a mask each, train_000000_mask.bin besid
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
 that an example begins with it.
 """
-import contextlib
 import hashlib
 import os
 import re
-import resource
 import shlex
 import zlib
 from glob import glob
@@ -119,12 +117,6 @@ def name_of_prepared(config):
     return name
 
 
-def naming_flags(config):
-    """Return the flags that, beside the dataset, say which shards are meant, as users type them."""
-    usual = {'tokenizer': 'auto', 'template': 'auto', 'split_name': '', 'data_dir': 'data'}
-    return [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
-
-
 def words_to_prepare(config):
     """Return the words, after prepare_data.py, that prepare the dataset which a script's settings name."""
     asked, name, texts = config['dataset'], name_of_prepared(config), []
@@ -134,7 +126,9 @@ def words_to_prepare(config):
         name = asked
     elif name not in DATASETS:
         texts = ['--data_files=YOUR_TEXTS']
-    return [name, *naming_flags(config), *texts]
+    usual = {'tokenizer': 'auto', 'template': 'auto', 'split_name': '', 'data_dir': 'data'}
+    flags = [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
+    return [name, *flags, *texts]
 
 
 def split_of(config):
@@ -145,8 +139,7 @@ def split_of(config):
     if split_name in ('', *HELD_OUT):
         return splits[0] if splits else ''
     if split_name not in splits and (splits or '/' not in dataset):
-        there = ', '.join(splits) or 'none to choose from'
-        raise SettingError(f'{dataset} has no split {split_name!r}: there are {there}')
+        raise SettingError(f'{dataset} has no split {split_name!r}, of {splits}')
     return split_name
 
 
@@ -287,15 +280,11 @@ def read_splits(folder, meta, *splits):
     damaged or not listed in meta.json, or does not have the length that is listed there, or another format
     than the others."""
     expected, shards = listed(meta), {}
-    names = sorted({*expected, *glob('*.bin', root_dir=folder)})
-    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)    # Python's maps keep their files open
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual + len(names), most), most))
-    for file in names:
+    for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
         if split_of_file(file) not in splits:
             continue
         shards[file] = read_shard(join(folder, file))
-        there, (tokens, _) = len(shards[file]), expected.get(file, (0, 0))
+        there, tokens = len(shards[file]), expected.get(file, [0])[0]
         if meta and there != tokens:
             raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
                             f'{AGAIN}')

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import threading
 from unittest import mock
 
@@ -170,16 +169,6 @@ def test_a_check_looks_at_the_first_ids_and_verify_at_all(prepared, monkeypatch)
     path.write_bytes(raw)
     changed = check(opened(prepared), 257)
     assert [file for file in changed if changed[file] != contents[file]] == [path.name]
-
-
-def test_more_shards_are_mapped_than_a_shell_allows_files(tmp_path):
-    folder = dataset(tmp_path / 'mine-byte', 100, train=np.full((400, 100), 65), val=np.full((1, 100), 66))
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
-    try:
-        assert len(TokenData(opened(folder), 'train', 64).shards) == 400
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(prepared, monkeypatch):

@@ -513,8 +513,7 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(one_run, here, tiny, tmp_path
     monkeypatch.setattr(shutil, 'disk_usage', free)
     out = here(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run/a')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out and '10 steps = 2,560 tokens' in out
-    rates = ('step 0 1.50e-03, step 1 3.00e-03, step 2 3.00e-03, step 5 3.00e-03, '
-             'step 7 3.00e-03, step 9 3.00e-04')
+    rates = 'step 0 1.50e-03, step 1 3.00e-03, step 5 3.00e-03, step 9 3.00e-04'
     assert f'schedule  wsd: {rates}' in out and 'val loss' not in out
     parameters = float(re.search(r'([\d.]+)M parameters', out)[1]) * 1e6
     assert f'0.00 GB are free for checkpoints, and one takes about {12 * parameters / 1e9:.2f}' in out
