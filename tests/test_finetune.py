@@ -112,7 +112,7 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
 @pytest.mark.slow
 def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     peft, folder = pytest.importorskip('peft'), tmp_path / 'c'
-    assert 'lora  ' in assert_learned(place, folder, '--lora_rank=8', '--lora_targets=all')
+    assert 'config/finetune_lora.py' in assert_learned(place, folder, '--lora_rank=8', '--lora_targets=all')
     assert all('.lora.' in name for name in checkpoint.read(f'{folder}/latest.pt')['weights'])
     for command, name in (('merge', 'merged.pt'), ('save', 'adapter')):
         run('hf.py', command, f'--ckpt={folder}/latest.pt', f'--out={tmp_path}/{name}')
