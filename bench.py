@@ -51,7 +51,7 @@ def bench_arguments(words):
             command.add_argument(f'--{flag}', type=kind, default=default,
                                  help=f'{meaning} (default: {default!r})')
     asked, asked.words = parser.parse_known_args(words)
-    configure('train_fp8.py', asked.words, nearby=vars(asked))
+    configure('train_fp8.py', asked.words)
     return asked
 
 
@@ -70,7 +70,7 @@ import tempfile
 
 from fp8gpt import distributed, files, fp8, pretrained, runlog
 from fp8gpt.gpus import device_name
-from fp8gpt.run import Run
+from fp8gpt.run import preview
 from fp8gpt.selfcheck import choose_precision
 from plan import WORTH
 
@@ -81,7 +81,7 @@ def compared_run(words):
     """Return the run.Run of train_fp8.py's config files and flags, whose dataset may be missing. Raises
     SettingError for settings in which bf16 and FP8 cannot be compared."""
     config = pretrained.fine_tuning('train_fp8.py', configure('train_fp8.py', words))
-    run = Run.of(config, distributed.init(config['device']).device, data_required=False)
+    run = preview(config, distributed.init(config['device']).device)
     of_checkpoint = run.config['init_from'].endswith('.pt')     # a Hugging Face model's weights are not read
     on_a_gpu_in_fp32 = run.config['dtype'] != 'bf16' and run.device.type != 'cpu'
     if on_a_gpu_in_fp32 or not run.batch_size or of_checkpoint or run.resumed:

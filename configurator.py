@@ -350,12 +350,11 @@ class Config(dict):
                     self.update((name, self.defaults[name]) for name in group)
             self.update(layer)
 
-    def over(self, saved, never=(), place='the checkpoint'):
+    def over(self, saved, never=()):
         """Return the Config of the same files and flags over a checkpoint's settings, a dict. Names that this
-        script does not have, and those in `never`, are dropped. Raises SettingError for another type, which
-        names the place."""
+        script does not have, and those in `never`, are dropped. Raises SettingError for another type."""
         settings = self.script.settings
-        saved = {name: settings[name].read(value, f'{place}: {name} ')
+        saved = {name: settings[name].read(value, f'the checkpoint: {name} ')
                  for name, value in saved.items() if name in settings and name not in never}
         return Config(self.script, self.files, self.typed, self.stem, saved)
 
@@ -366,13 +365,13 @@ class Config(dict):
                 for name, value in self.saved.items() if self[name] != value]
 
 
-def configure(path, argv=None, positional=None, nearby=()):
+def configure(path, argv=None, positional=None):
     """Return the Config of a script's settings, config files and flags.
 
     path: of the script, from this folder on. argv: the words after its name; None takes the process's own and
     installs the one-line errors. positional: name of the setting that a bare word sets, config files aside.
-    nearby: more names that a misspelt one may mean. Raises SettingError for an unknown name, a wrong type, a
-    value that is not allowed, a bare word too many; MissingError for a config file that does not exist."""
+    Raises SettingError for an unknown name, a wrong type, a value that is not allowed, a bare word too many;
+    MissingError for a config file that does not exist."""
     if argv is None:
         argv = sys.argv[1:]
         one_line_errors()
@@ -389,15 +388,14 @@ def configure(path, argv=None, positional=None, nearby=()):
         if name in GONE:
             raise SettingError(f'{where}: {name} is no setting: {GONE[name]}')
         if ours not in known or name == 'config':
-            nearest = *difflib.get_close_matches(name, known.keys() | nearby, 1, 0.5), 'in --help'
+            nearest = *difflib.get_close_matches(name, known, 1, 0.5), 'in --help'
             raise SettingError(f'{where}: no setting is called {name!r}; the nearest is {nearest[0]}')
         if isinstance(value, str) and name not in TEXTS:
             value = os.path.expanduser(value)
-        if value is not None:
-            value = known[name].read(value, f'{where}: {name} ')
-        if value is None:       # as of null and of `--no_te`, which change nothing
-            return
-        value = known[ours].read(value, f'{where}: {name} ')
+        for each in name, ours:     # of another system's name, its value first
+            if value is None:       # as of null and of `--no_te`, which change nothing
+                return
+            value = known[each].read(value, f'{where}: {name} ')
         if ours in script.settings:
             layer[ours] = value
         elif layer is typed and value not in (False, 'auto'):   # which ask for nothing of a twin

@@ -27,7 +27,7 @@ def plan_arguments(words):
                         help='tokens; 0 = those of the model or dataset')
     parser.add_argument('--network', help='is gone: 400 GB/s a node are assumed')
     asked, rest = parser.parse_known_args(words)
-    asked.config = config = configure('train_fp8.py', rest, nearby=vars(asked))
+    asked.config = config = configure('train_fp8.py', rest)
     config['vocab_size'] = asked.vocab_size
     name, asked.gpu = asked.gpu, find_gpu(asked.gpu)
     known = ', '.join(gpu.name for _, gpu in GPUS)
@@ -53,7 +53,7 @@ import torch
 from fp8gpt import fp8, lora, optim, pretrained
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import (
-    Length, Run, batch_line, dataset, length_line, micro_steps, model_line, tokens_per_epoch)
+    Length, batch_line, dataset_if_any, length_line, micro_steps, model_line, preview, tokens_per_epoch)
 from model import GPT, PRESETS
 
 # By n_embd, what one H100 did (results/gpu: 124m.json, 350m.json, 1.5b.json, lora_8b.json); lines in between.
@@ -74,9 +74,9 @@ def settled(config):
     preset = name.lower().rpartition('/')[2].removesuffix('-instruct').removeprefix('meta-')
     if preset in PRESETS and not os.path.exists(name):
         config.update(init_from=preset, vocab_size=vocab_size or PRESETS[preset].vocab_size)
-        if not dataset(config, required=False)[0]:
+        if not dataset_if_any(config).folder:
             config['tokenizer'] = 'gpt2'    # any that needs no files: nothing is tokenized here
-    run = Run.of(config, torch.device('cuda'), data_required=False)
+    run = preview(config, torch.device('cuda'))
     run.config['tokenizer'] = tokenizer
     with torch.device('meta'):
         model = GPT(run.window_config, seed=None, param_dtype=run.param_dtype)
@@ -193,7 +193,7 @@ def main(words):
     length, parts = Length.of(config, gpus, epoch), memory(run, model, gpus, in_fp8)
     seconds = step_seconds(run, model, gpu, length, gpus)
     say(model_line(run.window_config), f'device    {gpus} x {gpu.name}, of {gpu.memory:.1f} GB each',
-        batch_line(config, length, gpus), note or length_line(run, length, model))
+        batch_line(config, length, gpus), note or length_line(run, length))
     precision = 'FP8' if in_fp8 else 'bf16'
     say(f'memory    {sum(parts.values()) / 1e9:.2f} GB of a GPU, in {precision} by torch.compile',
         *(f'          {size / 1e9:.2f} {part}' for part, size in parts.items() if size))

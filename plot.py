@@ -33,7 +33,7 @@ def plot_arguments(words):
                                  help='a JSON to write: the numbers, with hardware, versions and settings')
     asked, rest = parser.parse_known_args(words)
     if asked.command == 'lr':
-        asked.config = configure('train_fp8.py', rest, nearby=vars(asked))
+        asked.config = configure('train_fp8.py', rest)
     elif rest:
         parser.error(f'what is {rest[0]!r}?')
     if not asked.out.endswith(('.png', '.pdf', '.svg')):
@@ -54,7 +54,7 @@ matplotlib.rcParams['figure.constrained_layout.use'] = True
 import matplotlib.pyplot as plt
 
 from fp8gpt import files, optim, runlog
-from fp8gpt.run import Length, Run, tokens_per_epoch
+from fp8gpt.run import Length, preview, tokens_per_epoch
 
 
 def finish_figure(figure, out):
@@ -124,13 +124,13 @@ def plot_lr(config, out):
     """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
     is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
     alone ends the run."""
-    run = Run.of(config, torch.device('cuda'), data_required=False)
+    run = preview(config, torch.device('cuda'))
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
     length = Length.of(config, 1, tokens_per_epoch(run))
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
-    schedule = optim.Schedule.of(config, length.last_step)
+    schedule = length.schedule
     title, color = f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by})', 'black'
     title += f', warm-up {config["warmup_steps"]:,}'
     try:

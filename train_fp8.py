@@ -115,8 +115,8 @@ import os
 import torch
 
 import hellaswag
-from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog, sft
-from fp8gpt.run import Run
+from fp8gpt import checkpoint, data, distributed, graphs, lora, optim, pretrained, runlog, sft, shards
+from fp8gpt.run import Run, open_source
 from fp8gpt import fp8, selfcheck
 from fp8gpt.fp8 import health
 from fp8gpt.tokenizer import get_tokenizer, keep_files
@@ -131,12 +131,13 @@ if config['init_from'] not in ('scratch', *PRESETS) or os.path.isfile(config['da
     config = sft.ready(config)  # prepares examples that are not prepared yet
 ranks = distributed.init(config['device'])
 lock = distributed.on_rank_0(checkpoint.lock_directory, config)     # before it is chosen what to resume
-run = Run.of(config, ranks.device)
+source = open_source(config)    # the checkpoint or model that the run starts from
+run = Run.of(source, shards.find_dataset(source.config), ranks.device)
 config = run.config
 globals().update(run.settings)  # from here on, each global is the value that runs
 
-train_data = data.TokenData(run.folder, 'train', block_size)
-val_data = data.TokenData(run.folder, 'val', block_size)
+train_data = data.TokenData(run.dataset, 'train', block_size)
+val_data = data.TokenData(run.dataset, 'val', block_size)
 distributed.check_alike({**run.decisive(), **runlog.versions()})
 
 before = run.resumed or {}
@@ -193,7 +194,7 @@ if not batch_size:
     batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
     length = run.length(ranks.world_size, train_data.tokens_per_epoch)
 micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
-schedule = optim.Schedule.of(config, last_step)
+schedule = length.schedule
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
 
 # ------------------------------------------------------------------------------ resume, data loader, log
@@ -230,7 +231,7 @@ if ranks.main and not eval_only:
     checkpoint.start_directory(checkpoint_dir, lock, run.resume_path, step, overwrite)
     keep_files(run.folder, checkpoint_dir)
 log.open(precision, last_step, lock)
-run.source = run.resumed = before = None  # frees the checkpoint's memory
+run.source = run.resumed = source = before = None  # frees the checkpoint's memory
 stop = distributed.StopRequest('' if eval_only else os.path.join(checkpoint_dir, 'STOP'), lock)
 
 

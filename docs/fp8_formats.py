@@ -12,14 +12,14 @@ import torch
 from fp8gpt import pretrained
 from fp8gpt.data import TokenData, eval_batches
 from fp8gpt.fp8.linear import E4M3, E5M2
-from fp8gpt.shards import dataset_dir
+from fp8gpt.shards import find_dataset
 
 if len(sys.argv) != 3:
     sys.exit(__doc__)
 state, _ = pretrained.opened(sys.argv[1])
 model, seen = pretrained.model_of(state), []
 model.h[-1].mlp.down.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].float().abs()))
-data = TokenData(dataset_dir(state['config']), 'val', model.config.block_size)
+data = TokenData(find_dataset(state['config']), 'val', model.config.block_size)
 x, y, _ = next(eval_batches(data, 8 * data.block_size, 8))
 model(x, y).backward()
 gradient = seen[0][seen[0] > 0]     # (values,)

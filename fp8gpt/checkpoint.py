@@ -22,11 +22,10 @@ import math
 import os
 import re
 import shutil
-import time
 import zipfile
 import zlib
 from os.path import (
-    basename, dirname, exists, getmtime, getsize, isdir, isfile, join, lexists, samefile)
+    basename, dirname, exists, isdir, isfile, join, lexists, samefile)
 
 import torch
 
@@ -270,27 +269,14 @@ def _check_parts(state):
         raise ValueError('a later version of this repository wrote it')
     if lacks := PARTS - state.keys():
         raise ValueError(f'it has no {min(lacks)}')
-    config, weights = GPTConfig(**state['model_config']), state['weights']
-    if config.n_layer > len(weights):
-        raise ValueError(f'it has fewer weights than its {config.n_layer} layers')
     if not state.get('lora'):   # lora.py knows what adapters are to be
-        shapes = weight_shapes(config)
-        check_same_names(weights, shapes, 'weights')
-        for name, shape in shapes.items():
-            check_tensor(name, weights[name], shape, weights[name].dtype)
+        check_shapes(shapes_of(state['weights']), weight_shapes(GPTConfig(**state['model_config'])))
 
 
-def check_same_names(found, wanted, what):
-    """Raise ValueError unless two dicts have the same names."""
-    names = sorted(map(str, found.keys() ^ wanted.keys()))
-    if names:
-        raise ValueError(f'{len(names)} names of its {what} are missing or too many, {names[0]} first')
-
-
-def check_tensor(name, tensor, shape, dtype):
-    """Raise ValueError unless a tensor is dense and has this shape and dtype."""
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.layout != torch.strided:
-        raise ValueError(f'{name} is of another shape or type')
+def check_shapes(found, wanted):
+    """Raise ValueError unless two dicts {name: shape} are equal."""
+    if odd := sorted(dict(found.items() ^ wanted.items())):
+        raise ValueError(f'{len(odd)} tensors are missing, too many or of another shape, {odd[0]} first')
 
 
 @torch.no_grad()
@@ -298,12 +284,11 @@ def load_moments(moments, saved):
     """Copy a checkpoint's 'optimizer' into `moments`, see optim.named_state, on any number of ranks: each
     reads its own rows. Raises DataError where it is another model's or optimizer's."""
     try:
-        found, own = _flat(saved), _flat(moments)
-        check_same_names(found, own, 'optimizer state')
-        for name, tensor in own.items():
-            check_tensor(name, found[name], tensor.shape, tensor.dtype)
+        source, target = _flat(saved), _flat(moments)
+        check_shapes(shapes_of(source), shapes_of(target))
+        for name, tensor in target.items():
             with copies_take_parts():
-                tensor.copy_(found[name])
+                tensor.copy_(source[name])
     except Exception as error:  # torch raises many kinds for another program's file
         raise DataError(f'the checkpoint does not fit this optimizer ({first_line(error)}): '
                         '--init_from=CHECKPOINT starts anew from its weights') from None
@@ -314,10 +299,15 @@ def _flat(state):
     return {f'{name}, {key}': tensor for name, kept in state.items() for key, tensor in kept.items()}
 
 
+def shapes_of(tensors):
+    """Return {name: shape} of {name: tensor}."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def weight_shapes(config):
     """Return {name: shape} of a GPT's weights."""
     with torch.device('meta'):
-        return {name: tuple(p.shape) for name, p in GPT(config, seed=None).weights().items()}
+        return shapes_of(GPT(config, seed=None).weights())
 
 
 # ------------------------------------------------------------------------------------------------ a directory
@@ -328,11 +318,9 @@ def lock_directory(config):
     directory = config['checkpoint_dir']
     if config['dry_run'] or config['eval_only']:
         return None
-    if lexists(directory) and not isdir(directory):
-        raise SettingError(f'checkpoint_dir={directory} is there and no folder: name another')
-    if not os.access(files.nearest_folder(directory), os.W_OK | os.X_OK):
-        raise SettingError(f'checkpoint_dir={directory} cannot be written (no permission, or a disk that is '
-                           'read-only): name another')
+    is_other = lexists(directory) and not isdir(directory)
+    if is_other or not os.access(files.nearest_folder(directory), os.W_OK | os.X_OK):
+        raise SettingError(f'checkpoint_dir={directory} is no folder, or cannot be written: name another')
     if os.fsencode(directory) != directory.encode(errors='replace'):
         raise SettingError(f'checkpoint_dir={directory} is not UTF-8 here, and torch.load opens no '
                            'such path: name another, or set LC_ALL=C.UTF-8')
@@ -400,11 +388,8 @@ def table(directory):
     for path in sorted(files_in(directory), key=len):   # step 1,000,000 after 999,999
         try:
             state = _mapped(path)
-            written = time.localtime(getmtime(path))
-            lines.append(
-                f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
-                f'val loss {losses.get(state["step"], "-"):>7}  {state["precision"]["name"]}  '
-                f'{getsize(path) / 1e6:,.0f} MB  {time.strftime("%Y-%m-%d %H:%M", written)}')
+            lines.append(f'{path}  step {state["step"]:>6}  tokens {state["tokens"]:>13,}  '
+                         f'val loss {losses.get(state["step"], "-"):>7}  {state["precision"]["name"]}')
         except Exception:  # torch raises many kinds for another program's file
             lines.append(f'{path}  cannot be read')
     return [printable(line) for line in lines] or [f'no checkpoints in {directory}']

@@ -19,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from configurator import DataError, MissingError, SettingError
-from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_meta, read_splits
+from fp8gpt.shards import AGAIN, START, TARGET, is_mask, read_splits
 
 
 class TokenData:
     """Read one split of a dataset as windows of block_size + 1 tokens.
 
-    folder: as from dataset_dir. split: 'train' | 'val'. Has `tokens`, `taken` (a clause with the names of the
-    shards where there is no meta.json), `n_windows`, `tokens_per_epoch`, `packing` (None where shards have no
-    masks), `bytes_per_token` (of masked shards: per target; None: unknown). Raises MissingError, DataError as
-    read_splits does, SettingError where the split has no whole window."""
+    dataset: a shards.Dataset. split: 'train' | 'val'. Has `tokens`, `n_windows`, `tokens_per_epoch`,
+    `packing` (None where shards have no masks), `bytes_per_token` (of masked shards: per target; None:
+    unknown). Raises MissingError, DataError as read_splits does, SettingError where the split has no whole
+    window."""
 
-    def __init__(self, folder, split, block_size):
-        meta = read_meta(folder)
+    def __init__(self, dataset, split, block_size):
+        folder, meta = dataset
         files = read_splits(folder, meta, split)
         self.shards = [shard for file, shard in files.items() if not is_mask(file)]
         self.masks = [mask for file, mask in files.items() if is_mask(file)]
@@ -40,8 +40,6 @@ class TokenData:
                                'x_train_*.bin, and some called val_*.bin or x_val_*.bin')
         if self.masks and [*map(len, self.masks)] != [*map(len, self.shards)]:
             raise DataError(f'{folder}: some of its {split} shards have no mask as long as they are')
-        names = [file for file in files if not is_mask(file)]
-        self.taken = '' if meta else f' ({", ".join(names[:3])}{" ... " + names[-1] if names[3:] else ""})'
         self.starts = np.cumsum([0, *map(len, self.shards)]).tolist()  # in the stream; last, its end
         self.tokens = self.starts[-1]
         self.block_size = block_size

@@ -117,14 +117,14 @@ class Replay:
             left, _ = torch.cuda.mem_get_info()
             if hasattr(self.model, 'require_backward_grad_sync') and left < self.free - left:
                 raise torch.OutOfMemoryError('a micro-step that reduces gradients takes as much again')
+            return True
         except RuntimeError as error:   # of a library's call that no graph takes, or for lack of memory
             why = first_line(error.__context__ or error)    # the end of a broken capture raises, too
-        else:
-            return True
         # the error held what the capture has made
         for p, gradient in zip(self.model.parameters(), before):
             p.grad = gradient
-        self.on, self.graphs, self.gradients = False, {}, []
+        self.on = False
+        self.forget()
         # FP8's cached casts of weights are of this version, but nothing has computed them
         torch.autograd.graph.increment_version(self.model.parameters())
         torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ class Schedule:
         return cls(last_step, *(settings[name] for name in names))
 
     def check(self):
-        """Return the schedule. Raises SettingError for a warm-up that does not fit: it would never reach
+        """Raise SettingError for a warm-up that does not fit: it would never reach
         max_lr."""
         if self.warmup_steps > self.last_step:
             raise SettingError(f'warmup_steps={self.warmup_steps}, but the run has '
@@ -49,7 +49,6 @@ class Schedule:
             raise SettingError(f'warmup_steps={self.warmup_steps} and the decay over the last '
                                f'{self.decay_share:.0%} of {self.last_step:.0f} steps overlap: shorten one, '
                                f'as --warmup_steps={int(self.decay_start) // 5}')
-        return self
 
     def fit(self, config, is_shorter=False):
         """Cut a warm-up that nobody typed to a tenth of the run where it would take longer; one that is the
@@ -100,11 +99,8 @@ class Schedule:
     def line(self):
         """Return the rates at the run's landmarks, for the console."""
         if self.last_step == OPEN:
-            least = self.min_lr_ratio * self.max_lr
-            return (f'schedule  {self.lr_schedule}: {self.max_lr:.2e} after {self.warmup_steps} steps, '
-                    f'then by the share of max_hours that is used, to {least:.2e}')
-        quarters = (self.last_step * quarter // 4 for quarter in (1, 2, 3))
-        steps = sorted({0, max(0, self.warmup_steps - 1), *quarters, self.last_step - 1})
+            return f'schedule  {self.lr_schedule}, by the share of max_hours that is used'
+        steps = sorted({0, max(0, self.warmup_steps - 1), self.last_step // 2, self.last_step - 1})
         return f'schedule  {self.lr_schedule}: ' + ', '.join(f'step {s} {self.rate(s):.2e}' for s in steps)
 
 
@@ -174,8 +170,8 @@ def in_8_bits(p, kind):
 
 def moment_bytes(model, kind):
     """Return the bytes of all trainable parameters' moments."""
-    in_codes = 2 * (1 + 4 / BLOCK)      # each with its part of a scale
-    each = {p: in_codes if in_8_bits(p, kind) else 8 for p in model.parameters() if p.requires_grad}
+    # two codes, each with its part of a scale, or two fp32 numbers
+    each = {p: 2 + 8 / BLOCK if in_8_bits(p, kind) else 8 for p in model.parameters() if p.requires_grad}
     if kind == 'muon':
         each |= {p: 4 for p, _ in matrices_of_blocks(model)}
     return int(sum(p.numel() * size for p, size in each.items()))
@@ -265,13 +261,6 @@ def matrices_of_blocks(model):
                 rows = [len(p) // 2] * 2
             found.append((p, rows))
     return found
-
-
-def muon_flops(model):
-    """Return the FLOPs of a step's Newton-Schulz iterations: 4 n n m + 2 n n n each, of matrices n x m, n <=
-    m. model: a GPT, with adapters or not, on any device."""
-    shapes = [sorted((rows, p.shape[1])) for p, parts in matrices_of_blocks(model) for rows in parts]
-    return sum(5 * (4 * n * n * m + 2 * n**3) for n, m in shapes)
 
 
 def orthogonalise(x):

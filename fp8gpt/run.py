@@ -1,19 +1,21 @@
 """Resolve a run's settings once, for the training scripts and for each tool that reads their settings.
 
-    config = configure(__file__)                    # what is asked for
-    run = Run.of(config, device)                    # checkpoint, dataset, architecture, dtype, compile
+    source = open_source(configure(__file__))       # the checkpoint or model that the run starts from
+    dataset = shards.find_dataset(source.config)
+    run = Run.of(source, dataset, device)           # architecture, dtype, compile
     globals().update(run.settings)                  # in a script: from here on, each global is what runs
     length = run.length(world_size, tokens_per_epoch)
     log.intro(*run.early_lines())                   # and, once the model is there, *run.first_lines(...)
 
 Nothing is printed here, no model is built, and nothing of FP8 is imported.
 """
+import copy
 import dataclasses
 import fractions
-import itertools
 import math
 import os
 import shutil
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +31,8 @@ BY_NAME = 'auto', 'latest', 'best'     # a resume that names no file
 NEVER_INHERITED = 'checkpoint_dir', 'resume', 'overwrite', 'list_checkpoints', 'dry_run', 'eval_only'
 MAY_DIFFER = 'checkpoint_dir', 'data_dir', 'dataset', 'tokenizer', 'resume', 'device'     # between ranks
 LIMITS = 'max_steps', 'max_tokens', 'num_epochs', 'max_hours'   # of a run's length
+NOTHING_SEEN = {'step': 0, 'tokens': 0, 'position': 0}   # what a new run counts from, as a checkpoint has it
+ELSEWHERE = '--checkpoint_dir=ANOTHER'
 DTYPES = {'bf16': torch.bfloat16, 'fp32': torch.float32}
 
 
@@ -37,17 +41,13 @@ class Run:
     """A run as it is known before its model is built.
 
     config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
-    block_size is the run's, model_config's the longest that the model reads. folder: of the dataset's shards,
-    None where it is not prepared and may be missing. tokenizer: its identity. source: the checkpoint or
-    Hugging Face model whose weights the model starts with, see pretrained.base, or None. resumed: the
-    checkpoint that the run resumes from, or None; it is the source too, unless it holds adapters alone.
-    notes: lines for the log about replaced settings and shards from elsewhere. data: what shards.check
-    returns. of_examples: whether it trains on examples, as far as the dataset's name says before it is
-    prepared."""
+    block_size is the run's, model_config's the longest that the model reads. tokenizer: its identity.
+    source, resumed, resume_path: as in Source. notes: lines for the log about replaced settings and shards
+    from elsewhere. data: what shards.check returns."""
     config: Config
     model_config: GPTConfig
     device: torch.device
-    folder: str | None
+    dataset: shards.Dataset
     tokenizer: str
     compiled: bool
     source: dict | None
@@ -55,43 +55,50 @@ class Run:
     resume_path: str | None
     notes: list
     data: dict
-    of_examples: bool
 
     @classmethod
-    def of(cls, config, device, data_required=True):
-        """Return the Run of a script's settings on a torch.device.
+    def of(cls, source, dataset, device, trains=True):
+        """Return the Run from a Source on a shards.Dataset, on a torch.device.
 
-        data_required: whether the dataset must be there; without it, the tokenizer says the vocabulary.
-        Raises SettingError, MissingError or DataError for a checkpoint or dataset, MachineError for a
-        tokenizer that cannot be loaded."""
-        config, resumed, resume_path = open_resumed(config)
-        if data_required and not resumed:
-            check_adapters(config)
+        trains: whether the run reads the dataset, which is checked then. Raises SettingError where settings,
+        source and dataset contradict each other, DataError for a damaged shard, MachineError for a tokenizer
+        that cannot be loaded."""
+        config, resumed = copy.copy(source.config), source.resumed
+        before, meta = resumed or source.model, dataset.meta
         notes = replace_requests(config, device)
-        if resumed and resumed.get('lora'):
-            source = pretrained.base_of_adapters(resumed)
-        else:
-            source = resumed or pretrained.base(config['init_from'], bool(config['lora_rank']))
-        before = resumed or source
-        folder, meta = dataset(config, data_required)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
-        if data_required:
-            notes += check_data(config, folder, meta, tokenizer, before)
-        model_config = architecture(config, vocabulary(config, folder, meta, before), before)
+        model_config = architecture(config, vocabulary(config, dataset, before), before)
         contents = {}
-        if data_required:       # reads each shard
-            contents = once_a_node(shards.check, folder, model_config.vocab_size)
-        block_size = window(config, model_config, before)
-        config.update(dataclasses.asdict(model_config), block_size=block_size, system=meta.get('system', ''),
-                      is_plain=meta.get('template') == sft.PLAIN)
-        config['run_name'] = name_of_run(config)
+        if trains:
+            notes += check_data(config, dataset, tokenizer, before)
+            contents = once_a_node(shards.check, dataset, model_config.vocab_size)      # reads each shard
+        if trains and not resumed:
+            check_adapters(config)
+        config.update(
+            dataclasses.asdict(model_config),
+            block_size=window(config, model_config, before),
+            system=meta.get('system', ''),
+            is_plain=meta.get('template') == sft.PLAIN,
+            run_name=config['run_name'] or config.stem or 'gpt',
+        )
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
-        run = cls(config, model_config, device, folder, tokenizer, compiled=compiled, source=source,
-                  resumed=resumed, resume_path=resume_path, notes=notes, data=contents,
-                  of_examples=bool(meta.get('template') if meta else shards.has_examples(config['dataset'])))
+        run = cls(config, model_config, device, dataset, tokenizer, compiled=compiled, source=source.model,
+                  resumed=resumed, resume_path=source.resume_path, notes=notes, data=contents)
         if resumed:
             fit_to_data(run)
         return run
+
+    @property
+    def folder(self):
+        """The folder of the dataset's shards; None where it is not prepared."""
+        return self.dataset.folder
+
+    @property
+    def of_examples(self):
+        """Return whether the dataset holds examples, as far as its name says before it is prepared."""
+        if self.dataset.meta:
+            return bool(self.dataset.meta.get('template'))
+        return shards.has_examples(self.config['dataset'])
 
     @property
     def settings(self):
@@ -116,11 +123,13 @@ class Run:
     def decisive(self):
         """Return {name: value} of what decides the result, and must be the same on all ranks: settings but
         paths and the device, shards, the checkpoint that the run resumes from."""
-        found = {name: value for name, value in self.config.items() if name not in MAY_DIFFER}
-        found['resumed step'] = self.resumed and self.resumed['step']
-        found['checkpoint (crc32)'] = self.resume_path and checkpoint.crc32(self.resume_path)
-        found |= {f'{name} (revision)': commit for name, commit in REVISIONS.items()}
-        return found | {f'{file} (tokens, crc32)': each for file, each in self.data.items()}
+        return {
+            **{name: value for name, value in self.config.items() if name not in MAY_DIFFER},
+            'resumed step': self.resumed and self.resumed['step'],
+            'checkpoint (crc32)': self.resume_path and checkpoint.crc32(self.resume_path),
+            **REVISIONS,
+            **self.data,    # tokens and crc32 of each shard
+        }
 
     @property
     def batch_size(self):
@@ -158,9 +167,10 @@ class Run:
     def launched_share(self, gpus, micro_steps):
         """Return the share of a step's micro-steps that the host launches, since no CUDA graph replays them:
         those in which DDP reduces gradients; all with shards, on examples, or where nothing is compiled."""
-        config, sharded = self.config, gpus > 1 and self.config['sharding_mode'] != 'ddp'
-        compiles = self.compiled and self.device.type == 'cuda'
-        if sharded or self.of_examples or not (compiles and config['cuda_graphs']):
+        config, on_cuda = self.config, self.device.type == 'cuda'
+        if not (self.compiled and on_cuda and config['cuda_graphs']) or self.of_examples:
+            return 1.0
+        if gpus > 1 and config['sharding_mode'] != 'ddp':
             return 1.0
         return (gpus > 1) / micro_steps
 
@@ -170,7 +180,7 @@ class Run:
         if not self.batch_size:
             return None
         length = Length.of(self.config, world_size, tokens_per_epoch, self.resumed)
-        optim.Schedule.of(self.config, length.last_step).check()
+        length.schedule.check()
         return length
 
     def early_lines(self):
@@ -181,26 +191,23 @@ class Run:
     def first_lines(self, model, length, train, val, world_size):
         """Return the lines for the log about the run, '' among them, once its model is there. model: a GPT,
         with its adapters. length: a Length. train, val: the splits, data.TokenData."""
-        config, lines = self.config, []
-        if config['lora_rank']:
-            spec = lora.Spec.of(config)
-            lines.append(f'lora      {spec.parameters(self.model_config):,} parameters train: '
-                         f'rank {spec.rank}, alpha {spec.alpha:g}, on {spec.targets}'
-                         f'{MORE}{", ".join(spec.chosen(self.model_config))}')
-        lines.append(f'data      {self.folder}: {train.tokens:,} training tokens{train.taken}, '
-                     f'{val.tokens:,} for validation{val.taken}')
-        if not config['eval_only']:
-            per_epoch = train.n_windows * train.block_size
-            lines += packing_lines(train, length)
-            lines += [batch_line(config, length, world_size), length_line(self, length, model, per_epoch),
-                      length.cut]
-        if self.resumed:
-            lines += resume_lines(self, length, train.n_windows)
+        config = self.config
+        lines = [f'data      {self.folder}: {train.tokens:,} training tokens, '
+                 f'{val.tokens:,} for validation']
+        before = self.resumed
+        if before:
+            precision = before['precision']['name']
+            lines.append(f'resumed   {self.resume_path} at step {before["step"]}, in {precision} until now')
         lines += self.changes
-        if config['sharding_mode'] != 'ddp':
-            over = f'over {world_size} ranks' if world_size > 1 else 'changes nothing in a single process'
-            lines.append(f'sharding  {config["sharding_mode"]} {over}')
-        return lines + ([] if config['eval_only'] else [disk_line(self, model)])
+        if config['eval_only']:
+            return lines
+        size = before and before.get('tokens_per_step')
+        if size and size != length.tokens_per_step:
+            lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
+        if before and length.last_step != optim.OPEN:
+            lines.append(length.schedule.jump(before['step'], before.get('learning_rate')))
+        return [*lines, packing_line(train), batch_line(config, length, world_size),
+                length_line(self, length, train.tokens_per_epoch), length.cut, disk_line(self, model)]
 
     @property
     def checkpoint_every(self):
@@ -209,27 +216,36 @@ class Run:
         return int({'none': 0, 'full': 1}.get(setting, setting))
 
 
-def open_resumed(config):
-    """Return (the settings over the checkpoint's, the checkpoint, its path) of `resume`; the latter two are
-    None where it names none. Raises what checkpoint.read, checkpoint.check_name,
-    over_checkpoint and check_same_data raise."""
+class Source(NamedTuple):
+    """What a run starts from. config: the settings, over those of a checkpoint that the run resumes from.
+    resumed, resume_path: that checkpoint and its path, or None. model: the checkpoint or Hugging Face model
+    whose weights the model starts with, see pretrained.base, or None; it is `resumed` too, unless that holds
+    adapters alone."""
+    config: Config
+    resumed: dict | None
+    resume_path: str | None
+    model: dict | None
+
+
+def open_source(config):
+    """Return the Source of a script's settings. Raises what checkpoint.find, checkpoint.read, over_checkpoint
+    and pretrained.base raise, and SettingError where a resume by name meets another dataset."""
     path = once_a_node(checkpoint.find, config['resume'], config['checkpoint_dir'])
     if not path:
-        return config, None, None
+        return Source(config, None, None, pretrained.base(config['init_from'], bool(config['lora_rank'])))
     resumed = checkpoint.read(path)
     checkpoint.check_name(path, resumed['step'])
     REVISIONS.update(resumed.get('revisions', {}))
     config = over_checkpoint(config, resumed, path)
     check_same_data(config, path)
-    return config, resumed, path
+    model = pretrained.base_of_adapters(resumed) if resumed.get('lora') else resumed
+    return Source(config, resumed, path, model)
 
 
-def name_of_run(config):
-    """Return run_name, or what stands for it. Raises SettingError where its folder would be out of runs/."""
-    name = config['run_name'] or config.stem or 'gpt'
-    if os.path.normpath(name).startswith(('..', '/')):
-        raise SettingError(f'run_name={name} names a folder outside of runs/')
-    return name
+def preview(config, device):
+    """Return the Run of settings that are not trained with: the dataset may be missing, and is not read."""
+    source = open_source(config)
+    return Run.of(source, dataset_if_any(source.config), device, trains=False)
 
 
 def over_checkpoint(config, resumed, path):
@@ -243,8 +259,7 @@ def over_checkpoint(config, resumed, path):
         before = config.saved.get(name, config.defaults[name])      # as this version calls it
         if config[name] != before:
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
-                               f'out, start anew from its weights, --init_from={path}, or train elsewhere, '
-                               f'{elsewhere(config)}')
+                               f'out, or start anew from its weights, --init_from={path} {ELSEWHERE}')
     config['batch_size'] = config['batch_size'] or config.saved.get('batch_size', 0)    # a search's
     return config
 
@@ -252,27 +267,23 @@ def over_checkpoint(config, resumed, path):
 def check_same_data(config, path):
     """Raise SettingError where a resume by name would train the run at `path` on another dataset: one that a
     config file names, or the script's default, and nobody typed."""
-    names = 'dataset', 'split_name', 'tokenizer'
-    before = config | {name: config.saved[name] for name in names if name in config.saved}
-    others = [name for name in names if name not in config.typed and config[name] != before[name]]
-    if config['resume'] in BY_NAME and others and shards.dataset_dir(before) != shards.dataset_dir(config):
-        name = others[0]
-        raise SettingError(f'{path} is of a run with {name}={before[name]}, not {config[name]}: '
-                           f'{elsewhere(config)} trains elsewhere, '
-                           f'--{name}={config[name]} takes that run on to other data')
+    names = {'dataset', 'split_name', 'tokenizer'} & config.saved.keys() - config.typed.keys()
+    before = shards.dataset_dir(config | {name: config.saved[name] for name in names})
+    now = shards.dataset_dir(config)
+    if config['resume'] in BY_NAME and before != now:
+        raise SettingError(f'{path} is of a run on {before}, not {now}: {ELSEWHERE} trains elsewhere; typed, '
+                           '--dataset, --split_name and --tokenizer take that run on to other data')
 
 
 def check_adapters(config):
     """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given, and where
     overwrite would remove the model that adapters need."""
-    typed, folder = config.typed.keys(), config['checkpoint_dir']
-    base = files.checkpoint_of(config['init_from'])
-    removes = config['lora_rank'] and config['overwrite'] and os.path.isdir(folder)
-    if removes and os.path.isfile(base) and files.is_in(folder, base):
-        raise SettingError(f'overwrite would remove {base}, which adapters need: {elsewhere(config)} trains '
-                           'elsewhere')
-    if not config['lora_rank'] and 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
-        raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
+    typed, base = config.typed.keys(), files.checkpoint_of(config['init_from'])
+    if not config['lora_rank']:
+        if 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
+            raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
+    elif config['overwrite'] and os.path.isfile(base) and files.is_in(config['checkpoint_dir'], base):
+        raise SettingError(f'overwrite would remove {base}, which adapters need: {ELSEWHERE}')
 
 
 def fit_to_data(run):
@@ -293,12 +304,6 @@ def fit_to_data(run):
             'on')
 
 
-def elsewhere(config):
-    """Return the flag for a folder that is not there yet, beside checkpoint_dir."""
-    folders = (f'{os.path.normpath(config["checkpoint_dir"])}_{number}' for number in itertools.count(2))
-    return f'--checkpoint_dir={next(itertools.filterfalse(os.path.exists, folders))}'
-
-
 def replace_requests(config, device):
     """Replace requests that cannot be met here. Return a line about each."""
     lines = []
@@ -309,35 +314,29 @@ def replace_requests(config, device):
         if lacks_bf16_units(device):
             config['dtype'] = 'fp32'
             lines.append('dtype=fp32: there are no bf16 units here, and bf16 would be slower')
-    if config['split_name'] in shards.HELD_OUT and not config['eval_only']:
-        lines.append(f'split_name={config["split_name"]}: what is held out of the usual split, of which '
-                     'validation loss is; training takes the rest')
     return lines
 
 
 # ----------------------------------------------------------------------------------- dataset and architecture
 
-def dataset(config, required):
-    """Return (the folder of the shards, its meta.json), or (None, {}) where it is not prepared and not
-    required. Raises MissingError."""
+def dataset_if_any(config):
+    """Return the shards.Dataset of settings; Dataset(None, {}) where it is not prepared."""
     try:
         return shards.find_dataset(config)
     except MissingError:
-        if required:
-            raise
-        return None, {}
+        return shards.Dataset(None, {})
 
 
-def check_data(config, folder, meta, tokenizer, before):
+def check_data(config, dataset, tokenizer, before):
     """Raise SettingError where the dataset does not fit the model. Return a line, in a list, where it has no
     meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
     without a tokenizer fits any."""
-    asked, made = config['template'], meta.get('template') and (
-        'plain' if meta['template'] == sft.PLAIN else 'chat')
-    if asked not in ('auto', made):
-        raise SettingError(f'template={asked}, but {folder} was prepared by another, or as texts: leave out '
-                           f'--template, or prepare it again, by prepare_data.py with --template={asked} '
-                           '--overwrite')
+    folder, meta = dataset
+    template = meta.get('template')
+    made = 'plain' if template == sft.PLAIN else template and 'chat'
+    if config['template'] not in ('auto', made):
+        raise SettingError(f'{folder} was prepared by another template, or as texts: leave out --template, '
+                           'or prepare it again with --overwrite')
     typed = config.typed.get('tokenizer')
     # one of the hub is not fetched for this
     if typed and (typed in TOKENIZERS or os.path.isdir(typed)) and identity(typed) != tokenizer:
@@ -353,12 +352,12 @@ def check_data(config, folder, meta, tokenizer, before):
                             'tokens, by their headers and sizes alone']
 
 
-def vocabulary(config, folder, meta, before):
+def vocabulary(config, dataset, before):
     """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's. A
     token that the model lacks and no text has is no matter: shards.check sees those that the dataset has."""
     size = before['model_config']['vocab_size'] if before else config.get('vocab_size')
-    size = size or meta.get('vocab_size')
-    if not size and not folder and config['tokenizer'] == 'gpt2':
+    size = size or dataset.meta.get('vocab_size')
+    if not size and not dataset.folder and config['tokenizer'] == 'gpt2':
         size = GPTConfig.vocab_size     # known without its files
     return size or get_tokenizer(config['tokenizer']).vocab_size
 
@@ -366,9 +365,9 @@ def vocabulary(config, folder, meta, before):
 def architecture(config, vocab_size, before):
     """Return the GPTConfig: that of before (as in check_data), else the preset's and the settings'. Raises
     SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
-    names = [field.name for field in dataclasses.fields(GPTConfig)]
-    fields = {name: config[name] for name in names if name in config}
-    given = {name: value for name, value in fields.items() if name in config.files | config.typed}
+    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    fields = {name: config[name] for name in names}
+    given = {name: config[name] for name in names if name in config.files | config.typed}
     if before:
         fixed = GPTConfig(**before['model_config'])
         free = 'block_size' if fixed.position == 'rope' else ''     # see window
@@ -377,7 +376,7 @@ def architecture(config, vocab_size, before):
             derived = name == 'ffn_dim' and not value
             if value != wanted and not derived and name != free:
                 raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
-                                   f'leave it out, or start a run of another model, {elsewhere(config)}')
+                                   f'leave it out, or start a run of another model, {ELSEWHERE}')
         return fixed
     if config['init_from'] in PRESETS:
         fields = dataclasses.asdict(PRESETS[config['init_from']])
@@ -392,13 +391,12 @@ def window(config, model_config, before):
     """Return block_size as it runs, in tokens: the setting, or else what before's run read, or the default.
     Learned positions are all trained, of a model with RoPE any part. Raises SettingError where that is longer
     than the model reads."""
-    longest = model_config.block_size
-    asked = config['block_size']
-    if 'block_size' not in config.given:
-        saved = before['config'] if before else {}
-        asked = min(saved.get('block_size', asked), longest)
+    longest, asked = model_config.block_size, config['block_size']
     if model_config.position == 'learned':
         return longest
+    if 'block_size' not in config.given:
+        saved = before['config'] if before else {}
+        return min(saved.get('block_size', asked), longest)
     if asked > longest:
         raise SettingError(f'block_size={asked}, but the model reads {longest} tokens at most')
     return asked
@@ -408,11 +406,9 @@ def tokens_per_epoch(run):
     """Return the tokens of a pass over the training split where the run's length depends on them; else 0.
     Raises MissingError."""
     config = run.config
-    others = config['max_steps'] or config['max_tokens'] or config['max_hours']
-    if not config['num_epochs'] and others:
+    if not config['num_epochs'] and any(config[name] for name in LIMITS):
         return 0
-    folder, _ = shards.find_dataset(config)
-    return data.TokenData(folder, 'train', config['block_size']).tokens_per_epoch
+    return data.TokenData(shards.find_dataset(config), 'train', config['block_size']).tokens_per_epoch
 
 
 # ------------------------------------------------------------------------------------------- batch and length
@@ -420,14 +416,15 @@ def tokens_per_epoch(run):
 @dataclasses.dataclass(frozen=True)
 class Length:
     """The length of a run. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the
-    run, as 'max_steps=10'. tokens: of the whole run. cut: a line about a warm-up or decay that was too
-    long for the run, or ''."""
+    run, as 'max_steps=10'. tokens: of the whole run. cut: a line about a warm-up that was too long for the
+    run, or ''."""
     micro_steps: int
     sequences_per_step: int
     tokens_per_step: int
     last_step: int
     ended_by: str
     tokens: int
+    schedule: optim.Schedule
     cut: str
 
     @classmethod
@@ -439,20 +436,22 @@ class Length:
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
+        before = before or NOTHING_SEEN
         last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
-        done, seen = (before['step'], before['tokens']) if before else (0, 0)
+        done, seen = before['step'], before['tokens']
         hours = config['max_hours']     # a run that this same limit ended may be a little past it
-        passed = before and 0 < hours < before.get('hours', 0) and hours != config.saved.get('max_hours')
+        passed = 0 < hours < before.get('hours', 0) and hours != config.saved.get('max_hours')
         if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
         # a default is for long runs, a config file's warm-up for the length that the file gives
         shortened = 'warmup_steps' in config.files and not config.typed.keys().isdisjoint(LIMITS)
         is_shorter = shortened or 'warmup_steps' not in config.given
-        cut = optim.Schedule.of(config, last_step).fit(config, is_shorter)
+        schedule = optim.Schedule.of(config, last_step)
+        cut = schedule.fit(config, is_shorter)
         if 'eval_freq' not in config.given and tokens_per_epoch:
             config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
-        return cls(steps, sequences, tokens, last_step, ended_by=ended_by, cut=cut,
+        return cls(steps, sequences, tokens, last_step, ended_by=ended_by, schedule=schedule, cut=cut,
                    tokens=seen + (last_step - done) * tokens)
 
 
@@ -461,47 +460,43 @@ def micro_steps(config, batch_size, world_size):
     total_batch_size tokens or target_effective_batch_size sequences. Raises SettingError, with the nearest
     that divides, where a target does not divide, and where two of the three disagree."""
     block_size, accumulation = config['block_size'], config['gradient_accumulation_steps']
-    total, sequences = config['total_batch_size'], config['target_effective_batch_size']
-    if sequences and total not in (0, sequences * block_size):
-        raise SettingError(f'target_effective_batch_size={sequences} sequences of {block_size} are not '
-                           f'total_batch_size={total} tokens: give one of the two')
-    name, target, share = 'total_batch_size', total, block_size * world_size
-    made_of = f'batch_size {batch_size} x block_size {block_size} x {world_size} ranks'
-    if sequences:
-        name, target, share = 'target_effective_batch_size', sequences, world_size
-        made_of = f'batch_size {batch_size} x {world_size} ranks'
+    of_sequences = config['target_effective_batch_size'] * block_size
+    target = config['total_batch_size'] or of_sequences     # tokens of a step
     if not target:
         return accumulation or 1
-    micro = batch_size * share      # of the target, in a micro-step
-    steps, rest = divmod(target, micro)
-    if rest:
+    micro = batch_size * block_size * world_size    # tokens of a micro-step
+    steps = target // micro
+    if of_sequences not in (0, target) or accumulation not in (0, steps):
+        raise SettingError(f'a step of {target:,} tokens is {target / block_size:g} sequences, in {steps} '
+                           'micro-steps: give one of total_batch_size, target_effective_batch_size and '
+                           'gradient_accumulation_steps')
+    if target % micro:
         nearest = max(1, round(target / micro)) * micro
-        remedy = '' if target % share else f', or --batch_size={math.gcd(target // share, batch_size)}'
-        raise SettingError(f'{name}={target} is not a multiple of {micro} ({made_of}); '
-                           f'the nearest is {nearest}{remedy}')
-    if accumulation not in (0, steps):
-        raise SettingError(f'{name}={target} means {steps} micro-steps, '
-                           f'gradient_accumulation_steps says {accumulation}: give one of the two')
+        raise SettingError(f'a step of {target:,} tokens is no multiple of {micro:,} (batch_size '
+                           f'{batch_size} x block_size {block_size} x {world_size} ranks); the nearest is '
+                           f'--total_batch_size={nearest}, {nearest // block_size} sequences')
     return steps
 
 
-def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
+def find_end(config, tokens_per_step, tokens_per_epoch, before=NOTHING_SEEN):
     """Return (the last step, the limits that end the run). The first limit reached does; none set is one
     epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
     before: see Length.of. Raises SettingError for max_tokens that are less than a step's."""
     limits = {name: config[name] for name in LIMITS if config[name]} or {'num_epochs': 1}
-    max_tokens, epochs = config['max_tokens'], limits.get('num_epochs', 0)
+    max_tokens, epochs = config['max_tokens'], fractions.Fraction(str(limits.get('num_epochs', 0)))
     if 0 < max_tokens < tokens_per_step:
         raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
                            'more, or smaller steps')
-    step, seen, of_data = 0, 0, 0
-    if before:
-        step, seen, of_data = before['step'], before['tokens'], before['position'] * config['block_size']
-    of_epochs = math.ceil((fractions.Fraction(str(epochs)) * tokens_per_epoch - of_data) / tokens_per_step)
-    ends = {'max_steps': config['max_steps'], 'max_tokens': step + (max_tokens - seen) // tokens_per_step,
-            'num_epochs': max(1, step + of_epochs), 'max_hours': optim.OPEN}
+    of_data = before['position'] * config['block_size']     # tokens of this dataset that were read
+    of_epochs = epochs * tokens_per_epoch - of_data
+    ends = {
+        'max_steps': config['max_steps'],
+        'max_tokens': before['step'] + (max_tokens - before['tokens']) // tokens_per_step,
+        'num_epochs': max(1, before['step'] + math.ceil(of_epochs / tokens_per_step)),
+        'max_hours': optim.OPEN,
+    }
     first = min(limits, key=ends.get)
-    ended_by = [name for name in dict.fromkeys((first, 'max_hours')) if name in limits]
+    ended_by = [name for name in limits if name in (first, 'max_hours')]
     return ends[first], ' or '.join(f'{name}={limits[name]:.15g}' for name in ended_by)
 
 
@@ -509,7 +504,6 @@ def find_end(config, tokens_per_step, tokens_per_epoch, before=None):
 # The first row of a line says what matters; a dry run and log.jsonl have the second one too.
 
 MORE = '\n          '
-FEW = 10    # steps of a fine-tuning; some dozens are usual
 
 
 def model_line(c, weights=''):
@@ -521,76 +515,37 @@ def model_line(c, weights=''):
 
 def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
-    factors = f'{config["batch_size"]} x {config["block_size"]} tokens'
-    if length.micro_steps > 1:
-        factors += f' x {length.micro_steps} micro-steps' + ' of each GPU' * (world_size > 1)
-    if world_size > 1:
-        factors += f' x {world_size} ranks'
-    return f'batch     {factors} = {length.tokens_per_step:,} tokens a step'
+    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens x {length.micro_steps} '
+            f'micro-steps x {world_size} ranks = {length.tokens_per_step:,} tokens a step')
 
 
-def length_line(run, length, model, tokens_per_epoch=0):
-    """Return the line about a run's length. model: its GPT, with its adapters, on any device.
-    tokens_per_epoch: 0 where it is not known."""
+def length_line(run, length, tokens_per_epoch=0):
+    """Return the line about a run's length. tokens_per_epoch: 0 where it is not known."""
     flops = run.flops_per_token
     per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
-    if run.config['optimizer'] == 'muon':
-        share = optim.muon_flops(model) / (length.tokens_per_step * flops)
-        per_token += f', Muon {share:.1%} more'
     if length.last_step == optim.OPEN:
         return f'run       ended by {length.ended_by}{MORE}{per_token}'
     tokens = length.tokens
     epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
-    steps = f'{length.last_step:,} step' + 's' * (length.last_step != 1)
-    return (f'run       {steps} = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
             f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
 
 
-def packing_lines(train, length):
-    """Return the lines about examples to fine-tune on: none where train, a data.TokenData, has none."""
+def packing_line(train):
+    """Return the line about the examples that a data.TokenData packs and cuts; '' where it has none."""
     packing = train.packing
     if not packing:
-        return []
-    steps = math.ceil(train.n_windows / length.sequences_per_step)
-    lines = [f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-             f'{packing.padding:.1%} of them padding; {steps:,} steps an epoch']
-    if packing.cut:
-        lines.append(f'packed    {packing.cut:,} examples are longer than block_size={train.block_size}: '
-                     f'their ends are cut off, {packing.lost / train.tokens:.1%} of all tokens')
-    if packing.left_out:
-        lines.append(f'packed    {packing.left_out:,} examples are left out, whose answers all begin behind '
-                     f'block_size={train.block_size}')
-    return lines
-
-
-def resume_lines(run, length, n_windows):
-    """Return the lines about what a resumed run counts or measures otherwise than before. n_windows: of the
-    training split."""
-    config, before = run.config, run.resumed
-    precision = before['precision']['name']
-    lines = [f'resumed   {run.resume_path} at step {before["step"]}, in {precision} until now']
-    size = before.get('tokens_per_step')
-    if size and size != length.tokens_per_step and not config['eval_only']:
-        lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
-    if not config['eval_only'] and length.last_step != optim.OPEN:
-        schedule = optim.Schedule.of(config, length.last_step)
-        lines.append(schedule.jump(before['step'], before.get('learning_rate')))
-    if before.get('measured_on') not in (None, run.measured_on):
-        lines.append('the best loss begins anew: that of before is of other data, block_size or eval_tokens')
-    part = before['position'] % n_windows / n_windows
-    moved = [name for name in ('seed', 'block_size') if name in config.saved
-             and config.saved[name] != config[name]]
-    if moved and part:
-        lines.append(f'{moved[0]} is another at {part:.0%} of an epoch: the rest of it reads about '
-                     f'{part * (1 - part):.0%} of the data twice, and as much not at all')
-    return lines
+        return ''
+    return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
+            f'{packing.padding:.1%} padding; longer than block_size={train.block_size}: {packing.cut:,} cut, '
+            f'by {packing.lost / train.tokens:.1%} of all tokens, {packing.left_out:,} left out')
 
 
 def disk_line(run, model):
     """Return a warning where the disk of checkpoint_dir has too little space for the checkpoints, else ''."""
     config = run.config
-    needed = optim.moment_bytes(model, config['optimizer'])
-    needed += sum(p.nbytes + 6000 for p in model.weights().values())    # 6 kB: its names, FP8's amaxes
+    weights = sum(p.nbytes for p in model.weights().values())
+    needed = weights + optim.moment_bytes(model, config['optimizer'])
     at_once = 2 + (0 if run.resumed else config['keep_checkpoints'])    # the best, the next, those kept
     free = shutil.disk_usage(files.nearest_folder(config['checkpoint_dir'])).free
     if free >= at_once * needed:

@@ -2,7 +2,6 @@
 import contextlib
 import functools
 import glob
-import importlib.util
 import json
 import math
 import os
@@ -19,17 +18,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fp8gpt import files, shards
+from fp8gpt import files
 from configurator import (
-    HERE, DataError, MachineError, MissingError, SettingError, first_line, one_line_errors, printable, say,
-    say_in_run)
+    HERE, DataError, MissingError, SettingError, first_line, one_line_errors, printable, say_in_run)
 from fp8gpt.distributed import is_rank_0, until_asked
 from fp8gpt.gpus import device_name, gpu_of
 
 # ------------------------------------------------------------------------------------------------ the console
 
 DELAY = 1                               # seconds before a bar shows
-BUSY = 80                               # percent of the time that a GPU works in a good run
 tqdm.set_lock(threading.RLock())        # tqdm's default lock may start a process
 
 
@@ -100,14 +97,12 @@ def open_tensorboard(config, precision, records):
     log so far, which are written anew in place of earlier curves, since TensorBoard's page shows also what a
     resume abandons. Each run has a folder called after its checkpoint_dir."""
     from torch.utils.tensorboard import SummaryWriter
-    place = os.path.relpath(config['checkpoint_dir']).replace('..', '%2E%2E')   # no way out of runs/
-    folder = f'runs/{config["run_name"]}-{precision}/{place}'
+    place = f'{config["run_name"]}-{precision}/{os.path.relpath(config["checkpoint_dir"])}'
+    folder = 'runs/' + place.replace('..', '%2E%2E')    # no way out of runs/
     old = glob.glob(f'{glob.escape(folder)}/events.out.tfevents.*')
     for path in old:
         os.remove(path)
     writer = SummaryWriter(folder)
-    threading.excepthook = lambda thread: say_in_run(       # of its thread's error, as on a full disk
-        f'WARNING: a thread has ended: {thread.exc_value!r}')
 
     def write(step, named):
         for name, value in shown(named).items():
@@ -120,23 +115,18 @@ def open_tensorboard(config, precision, records):
 
 def open_wandb(config, precision, records):
     """Return (write(step, {name: value}), close()) of a W&B run. Its id is in checkpoint_dir, so that a
-    resumed run continues it. Without a network it is written offline."""
+    resumed run continues it. Raises any error of W&B's."""
     import wandb
     path = join(config['checkpoint_dir'], 'wandb.json')
-    options = {
-        'project': config['wandb_project'] or os.environ.get('WANDB_PROJECT') or 'llm-fp8',
-        'name': config['run_name'],
-        'tags': [precision],
-        'id': files.read_json(path).get('id') if records else None,
-        'resume': 'allow',
-        'config': dict(config),
-        'dir': config['checkpoint_dir'],
-    }
-    try:
-        run = wandb.init(**options)
-    except wandb.Error as error:  # no key, or no network
-        say(f'WARNING: W&B cannot be reached ({first_line(error)}): written offline, for `wandb sync`')
-        run = wandb.init(**options, mode='offline')
+    run = wandb.init(
+        project=config['wandb_project'] or os.environ.get('WANDB_PROJECT') or 'llm-fp8',
+        name=config['run_name'],
+        tags=[precision],
+        id=files.read_json(path).get('id') if records else None,
+        resume='allow',
+        config=dict(config),
+        dir=config['checkpoint_dir'],
+    )
     one_line_errors()   # again: W&B's own hook would print a traceback before the line
     files.write_json(path, {'id': run.id})
     run.define_metric('*', step_metric='step')  # W&B's own count takes no step twice
@@ -150,18 +140,15 @@ class RunLog:
     """Print and record on rank 0; on other ranks every method is silent. Before `open`, and with eval_only,
     nothing is recorded.
 
-    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it. Raises MachineError
-    where W&B's package is wanted and missing."""
+    run: a run.Run. last_step: where the run ends, as far as is known; the loop sets it."""
 
     def __init__(self, ranks, run):
         self.main, self.world_size = ranks.main, ranks.world_size
         self.run, self.config = run, run.config
-        if self.config['use_wandb'] and not importlib.util.find_spec('wandb'):
-            raise MachineError('use_wandb wants the package: `pip install wandb`')
         self.gpu = gpu_of(run.device)
         self.writers = {}       # what is written -> (write, close)
         self.first = []     # the lines of intro
-        self.last_step, self.since = NEVER, None
+        self.last_step = NEVER
         self.lock = None
 
     def open(self, precision, last_step, lock=None):
@@ -202,10 +189,8 @@ class RunLog:
         }
 
     def say(self, *lines):
-        """Print lines on rank 0. Those of eval_only and dry_run are all that there is of it, so an error in
-        printing them ends it."""
-        prints = say if self.config['eval_only'] or self.config['dry_run'] else say_in_run
-        prints(*lines if self.main else ())
+        """Print lines on rank 0."""
+        say_in_run(*lines if self.main else ())
 
     def place(self, step):
         """Return 'step 500/1,000', without the end where that is not known."""
@@ -267,48 +252,35 @@ class RunLog:
             self.say(f'target    {target:g} reached at step {step:,}: {tokens:,} tokens, {hours:.2f} hours')
             self.scalars(step, target_val_loss=loss, target_tokens=tokens, target_hours=hours)
 
-    def progress(self, step):
-        """Return ['50%', '01:30 left'] of a run, the latter by the mean speed since the first line,
-        evaluations and checkpoints included."""
-        if self.last_step >= NEVER:
-            return []
-        parts, now = [f'{step / self.last_step:.0%}'], time.monotonic()
-        self.since = self.since or (step, now)
-        first, start = self.since
-        if first < step < self.last_step:
-            left = (now - start) / (step - first) * (self.last_step - step)
-            parts.append(f'{tqdm.format_interval(left)} left')
-        return parts
-
     def train_step(self, step, precision, **figures):
         """Print and record a step: each figure is written train/<its name>.
 
-        The line wants epoch, loss, learning_rate, grad_norm, tokens_per_sec (of all ranks), data_wait (a
-        share) and skipped (steps so far whose gradients were not finite)."""
+        The line wants epoch, loss, learning_rate, grad_norm, dt_ms, tokens_per_sec (of all ranks), data_wait
+        (a share) and skipped (steps so far whose gradients were not finite)."""
         peak, speed = getattr(self.gpu, precision, None), figures['tokens_per_sec']     # peak: in TFLOP/s
         mfu = busy = None
         if peak:
             mfu = speed * self.run.flops_per_token / (peak * 1e12 * self.world_size)
         with contextlib.suppress(Exception):    # a CPU; or no nvidia-ml-py, or no answer of the driver to it
             busy = torch.cuda.utilization(self.run.device)      # percent of the last second
+        left = ''
+        if 1 < step < self.last_step < NEVER:   # without evaluations and checkpoints
+            left = f'{tqdm.format_interval((self.last_step - step) * figures["dt_ms"] / 1e3)} left'
         parts = [
             self.place(step),
-            *self.progress(step),
+            left,
             f'loss {figures["loss"]:.4f}',
             f'lr {figures["learning_rate"]:.1e}',
             f'norm {figures["grad_norm"]:.2f}',
             f'epoch {figures["epoch"] + 1}' if figures['epoch'] else '',
             f'{speed:,.0f} tok/s',
             f'mfu {mfu:.0%}' if mfu else '',
+            f'GPU {busy:.0f}% busy' if busy is not None else '',
+            f'waits for data: {figures["data_wait"]:.0%}' if figures['data_wait'] > 0.05 else '',
             precision.upper(),
             f'skipped: {figures["skipped"]}' if figures['skipped'] else '',
         ]
         self.say(' | '.join(filter(None, parts)))
-        if figures['data_wait'] > 0.05 and step > 1:
-            self.say(f'{figures["data_wait"]:.0%} of the step is waiting for data: raise num_workers, '
-                     f'now {self.config["num_workers"]}')
-        if busy is not None and busy < BUSY:
-            self.say(f'GPU {busy:.0f}% busy')
         on_gpu = self.run.device.type == 'cuda'
         peak_gb = torch.cuda.max_memory_allocated(self.run.device) / 1e9 if on_gpu else None
         figures |= {'mfu': mfu, 'gpu_utilization': busy, 'peak_gb': peak_gb}
@@ -324,24 +296,17 @@ class RunLog:
         """Record that the run is finished. Print where its best and last checkpoints are, and how to sample
         from the best."""
         self.scalars(step, finished=True)
-        folder = shlex.quote(self.config['checkpoint_dir'])
-        latest, best_model = f'{folder}/latest.pt', f'{folder}/best_model.pt'
-        best = files.read_json(join(self.config['checkpoint_dir'], 'best_model.json'))
-        ckpt = best_model if best.get('step', step) != step else latest
-        loss = best.get('best_val_loss')
-        if isinstance(loss, float):     # the file may be anybody's
-            self.say(f'best: {best_model} is step {best.get("step")}, val loss {loss:.4f}')
+        folder, template = self.config['checkpoint_dir'], self.run.dataset.meta.get('template') or ''
+        best = files.read_json(join(folder, 'best_model.json'))
+        latest, best_model = (shlex.quote(join(folder, name)) for name in ('latest.pt', 'best_model.pt'))
+        if best:
+            self.say(f'best: {best_model} is step {best["step"]}, val loss {best["best_val_loss"]:.4f}')
         else:
-            resumed = self.run.resume_path      # into another folder, which has no best model
-            best = f'the best before {resumed}' if resumed else 'that of the start'
-            self.say(f'WARNING: no validation loss was below {best}: a lower --max_lr may help')
-        template, words = shards.read_meta(self.run.folder).get('template') or '', ''
-        if '{{' in template:    # a tokenizer's own, in jinja
-            words = ' --chat'
-        elif template:
-            words = r" --prompt=$'Question:\nYOURS\n\nAnswer:\n'"
+            self.say('WARNING: no validation loss was below the first one, or the best before the resume: '
+                     'a lower --max_lr may help')
+        chat = ' --chat' if '{{' in template else ''    # a tokenizer's own, in jinja
         self.say(f'done: {latest} is step {step}, in {precision.upper()}',
-                 f'next: python sample.py --ckpt {ckpt}{words}')
+                 f'next: python sample.py --ckpt {best_model if best else latest}{chat}')
 
     def close(self):
         """Close the files."""

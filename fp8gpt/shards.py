@@ -10,16 +10,15 @@ Shards of examples for fine-tuning have a mask each, train_000000_mask.bin besid
 header, then a byte a token, of which bit TARGET says that the model is to predict the token, and bit START
 that an example begins with it.
 """
-import contextlib
 import hashlib
 import os
 import re
-import resource
 import shlex
 import zlib
 from glob import glob
 from os.path import abspath, basename, dirname, exists, getsize, isdir, isfile, join
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,12 +117,6 @@ def name_of_prepared(config):
     return name
 
 
-def naming_flags(config):
-    """Return the flags that, beside the dataset, say which shards are meant, as users type them."""
-    usual = {'tokenizer': 'auto', 'template': 'auto', 'split_name': '', 'data_dir': 'data'}
-    return [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
-
-
 def words_to_prepare(config):
     """Return the words, after prepare_data.py, that prepare the dataset which a script's settings name."""
     asked, name, texts = config['dataset'], name_of_prepared(config), []
@@ -133,7 +126,9 @@ def words_to_prepare(config):
         name = asked
     elif name not in DATASETS:
         texts = ['--data_files=YOUR_TEXTS']
-    return [name, *naming_flags(config), *texts]
+    usual = {'tokenizer': 'auto', 'template': 'auto', 'split_name': '', 'data_dir': 'data'}
+    flags = [f'--{name}={config[name]}' for name, value in usual.items() if config.get(name, value) != value]
+    return [name, *flags, *texts]
 
 
 def split_of(config):
@@ -144,8 +139,7 @@ def split_of(config):
     if split_name in ('', *HELD_OUT):
         return splits[0] if splits else ''
     if split_name not in splits and (splits or '/' not in dataset):
-        there = ', '.join(splits) or 'none to choose from'
-        raise SettingError(f'{dataset} has no split {split_name!r}: there are {there}')
+        raise SettingError(f'{dataset} has no split {split_name!r}, of {splits}')
     return split_name
 
 
@@ -237,14 +231,21 @@ def read_shard(path):
     return np.memmap(path, dtype, 'r', HEADER * 4, (tokens,))
 
 
+class Dataset(NamedTuple):
+    """A dataset that has been opened: the folder of its shards, or None where it is not prepared, and what
+    read_meta returns for that folder."""
+    folder: str | None
+    meta: dict
+
+
 def find_dataset(config):
-    """Return (folder, its meta.json) of the dataset that a script's settings name. Raises MissingError, with
-    the command that prepares it, where there are no shards, and what read_meta raises."""
+    """Return the Dataset that a script's settings name. Raises MissingError, with the command that prepares
+    it, where there are no shards, and what read_meta raises."""
     folder = dataset_dir(config)
     if not (isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder))):
         words = shlex.join(words_to_prepare(config))
         raise MissingError(f'no shards in {folder}: run `python prepare_data.py {words}`')
-    return folder, read_meta(folder)
+    return Dataset(folder, read_meta(folder))
 
 
 def read_meta(folder):
@@ -279,15 +280,11 @@ def read_splits(folder, meta, *splits):
     damaged or not listed in meta.json, or does not have the length that is listed there, or another format
     than the others."""
     expected, shards = listed(meta), {}
-    names = sorted({*expected, *glob('*.bin', root_dir=folder)})
-    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)    # Python's maps keep their files open
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(usual + len(names), most), most))
-    for file in names:
+    for file in sorted({*expected, *glob('*.bin', root_dir=folder)}):
         if split_of_file(file) not in splits:
             continue
         shards[file] = read_shard(join(folder, file))
-        there, (tokens, _) = len(shards[file]), expected.get(file, (0, 0))
+        there, tokens = len(shards[file]), expected.get(file, [0])[0]
         if meta and there != tokens:
             raise DataError(f'{join(folder, file)} is damaged: {there:,} tokens, by meta.json {tokens:,}; '
                             f'{AGAIN}')
@@ -297,12 +294,11 @@ def read_splits(folder, meta, *splits):
     return shards
 
 
-def check(folder, vocab_size=2**32):
-    """Check that all shards have their length, and begin with ids below vocab_size. Return {file: [tokens,
-    crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first LOOKED_AT tokens.
-
-    Raises DataError or SettingError for the first wrong shard, and what read_meta raises."""
-    meta = read_meta(folder)
+def check(dataset, vocab_size=2**32):
+    """Check that all shards of a Dataset have their length, and begin with ids below vocab_size. Return
+    {file: [tokens, crc32]} of shards and masks; of a folder without meta.json, the crc32 is of the first
+    LOOKED_AT tokens. Raises DataError or SettingError for the first wrong shard."""
+    folder, meta = dataset
     contents = listed(meta)
     for file, shard in read_splits(folder, meta, 'train', 'val').items():
         first = shard[:LOOKED_AT]

@@ -54,7 +54,7 @@ from damage import checkpoints_taken, folders_taken, survived, templates_taken  
 from preparing import BYTES, everything, parquet, texts  # noqa: E402
 from fp8gpt.shards import check  # noqa: E402
 from fp8gpt.tokenizer import get_tokenizer  # noqa: E402
-from helpers import same_tensors  # noqa: E402
+from helpers import opened, same_tensors  # noqa: E402
 from tokenizers_made import CHATML, make_tokenizer  # noqa: E402
 
 DECLARED = {'training': 30, 'ranks': 10, 'disk': 8, 'preparing': 30, 'files': 2400,
@@ -247,8 +247,8 @@ def drill_files(cases, draw, folder):
     saved, log = f'{folder}/run/latest.pt', f'{folder}/run/log.jsonl'
 
     def tokens_read(path):
-        check(str(shards))
-        return b''.join(tokens.tobytes() for tokens in data.TokenData(str(shards), 'train', 64).shards)
+        check(opened(shards))
+        return b''.join(tokens.tobytes() for tokens in data.TokenData(opened(shards), 'train', 64).shards)
 
     def steps_read(path):   # a log has no checksum: a digit may have flipped
         return [record['step'] for record in files.read_log(path)]

@@ -8,6 +8,19 @@ from torch.overrides import TorchFunctionMode
 
 import hf
 from fp8gpt.fp8.linear import Matmul
+from fp8gpt.run import Run, open_source
+from fp8gpt.shards import Dataset, find_dataset, read_meta
+
+
+def opened(folder):
+    """The Dataset in a folder."""
+    return Dataset(str(folder), read_meta(str(folder)))
+
+
+def run_of(config, device):
+    """The Run of settings, as the training scripts make it."""
+    source = open_source(config)
+    return Run.of(source, find_dataset(source.config), device)
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):

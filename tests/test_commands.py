@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8gpt.run import Run, replace_requests
+from fp8gpt.run import replace_requests
 from fp8gpt.shards import ShardWriter
 from configurator import SettingError, configure
 from conftest import ROOT
+from helpers import run_of
 
 # line: what it sets
 RESOLVED = {
@@ -71,6 +72,6 @@ def test_examples_want_a_model_to_start_from(tmp_path):
     (tmp_path / 'sized.py').write_text("init_from = 'gpt2'\n")
     config = [f'--dataset={tmp_path}', '--tokenizer=byte']
     for words in (['--init_from=scratch'], ['--init_from=gpt2'], [str(tmp_path / 'sized.py')]):
-        Run.of(configure(ROOT / 'train.py', [*config, *words]), torch.device('cpu'))
+        run_of(configure(ROOT / 'train.py', [*config, *words]), torch.device('cpu'))
     with pytest.raises(SettingError, match='--init_from=scratch'):
-        Run.of(configure(ROOT / 'train.py', config), torch.device('cpu'))
+        run_of(configure(ROOT / 'train.py', config), torch.device('cpu'))

@@ -319,7 +319,7 @@ def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
     for words, ranks, steps in (('', 1, 4), ('--no_cuda_graphs', 1, 4), ('--compile_model=off', 1, 4),
                                 ('', 2, 4), ('', 2, 1)):
         config = configure(str(ROOT / 'train_fp8.py'), words.split())
-        run = runs.Run.of(config, torch.device('cuda'), data_required=False)
+        run = runs.preview(config, torch.device('cuda'))
         found.append(run.launched_share(ranks, steps))
     assert found == [0, 1, 1, 1 / 4, 1]     # of several ranks, DDP reduces in the last micro-step
 
@@ -327,7 +327,7 @@ def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
 def test_an_evaluation_alone_names_no_dtype_but_the_one_that_runs():
     """The line read `FP32 | FP8 Training Off: evaluation is in bf16`."""
     words = ['--eval_only', '--dtype=fp32', '--device=cpu']
-    run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    run = runs.preview(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'))
     choice, _ = selfcheck.choose_precision(run)
     assert (choice.on, choice.reason) == (False, 'evaluation is without it')
 
@@ -336,7 +336,7 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     """On a GPU that is not there. What ran is an order, and a refusal says how to go on."""
     words = ['--batch_size=2', '--gradient_accumulation_steps=4', '--n_layer=3', '--block_size=64',
              '--n_head=2', '--n_embd=64', '--device=cpu', '--dtype=bf16']
-    run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    run = runs.preview(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'))
     found = selfcheck.sample_of(run, bf16_compiled=False, world_size=1)
     assert found.micro_steps == 4
     assert [tuple(x.shape) for x in found.inputs] == [(2, 64)] * 2
@@ -376,7 +376,7 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
 
 def test_the_self_checks_models_are_gone_when_the_runs_own_is_built(monkeypatch):
     words = ['--device=cpu', '--dtype=bf16']
-    run = runs.Run.of(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'), data_required=False)
+    run = runs.preview(configure(str(ROOT / 'train_fp8.py'), words), torch.device('cpu'))
     made = []
 
     def self_check(sample, choice, orders):

@@ -15,7 +15,7 @@ from fp8gpt import data, pretrained, sft
 import hellaswag
 import hf
 from conftest import ROOT, hellaswag_items, refused, run
-from helpers import gpt_in
+from helpers import gpt_in, opened
 from model import generate
 from test_finetune import save_llama
 from test_hf import change_config
@@ -85,7 +85,7 @@ def test_a_model_is_evaluated_and_diagnosed_without_training(folder, prepared, t
              '--eval_tokens=320', f'--checkpoint_dir={tmp_path}/none']
     out = run('train.py', *words).stdout
     tokenizer, model = get_tokenizer(str(folder)), gpt_in(folder)
-    windows = data.TokenData(str(root / 'counted-talker'), 'val', 32)
+    windows = data.TokenData(opened(root / 'counted-talker'), 'val', 32)
     with torch.no_grad():
         losses = [model(x, y).item() for x, y, _ in data.eval_batches(windows, 320, 1)]
     assert float(re.search(r'val loss (\S+)', out)[1]) == pytest.approx(sum(losses) / 10, abs=1e-3)

@@ -12,7 +12,7 @@ from conftest import ROOT
 from fp8gpt.checkpoint import load_moments
 from fp8gpt import lora, optim
 from fp8gpt.optim import (
-    Schedule, make_optimizer, moment_bytes, muon_flops, named_state, set_rate, step_if_finite)
+    Schedule, make_optimizer, moment_bytes, named_state, set_rate, step_if_finite)
 from helpers import peak_bytes, random, same_tensors
 from model import GPT, GPTConfig
 
@@ -83,7 +83,7 @@ def test_schedules_that_do_not_fit():
         with pytest.raises(SettingError, match=message):
             Schedule(last_step, 1.0, **settings).check()
     all_warmup = Schedule(10, 1.0, warmup_steps=10)
-    assert all_warmup.check() is all_warmup
+    all_warmup.check()
 
 
 BETAS = 0.9, 0.95
@@ -168,7 +168,7 @@ def test_state_by_name_survives_another_order(model, kind):
     load_moments(named_state(other, model), saved)
     for each in (optimizer, other):
         assert same_tensors(named_state(each, model), saved)
-    rows = [({'h.9.weight': {}}, 'missing or too many')]
+    rows = [({'h.9.weight': {}}, 'missing, too many')]
     rows += [({**saved, 'ln_f.weight': {**vector, 'exp_avg': spoiled}}, said) for spoiled, said in (
         (vector['exp_avg'][1:], 'of another shape'),)]
     for wrong, said in rows:
@@ -375,15 +375,7 @@ def test_muon_asks_for_no_kernel_for_each_matrix():
     assert not asked & {'aten::lerp', 'aten::lerp_', 'aten::mul_', 'aten::sub_', 'aten::stack'}
 
 
-def test_flops_by_hand():
-    """GPT-2's q, k, v and attn.proj are square, mlp.up and mlp.down four times as long as wide."""
-    with torch.device('meta'):
-        gpt2, wide = GPT(GPTConfig(), seed=None), GPT(GPTConfig(mlp='swiglu', ffn_dim=1536), seed=None)
-    assert muon_flops(gpt2) == 12 * 5 * 768**3 * (4 * (4 + 2) + 2 * (4 * 4 + 2))
-    assert muon_flops(wide) == 12 * 5 * 768**3 * (4 * 6 + 3 * 10)
-
-
-def test_adapters_move_alone_and_their_flops_are_told():
+def test_adapters_move_alone_by_muon():
     config, spec = GPTConfig(**SHAPE, position='rope'), lora.Spec(rank=4, targets='all')
     model = GPT(config)
     lora.add(model, spec)
@@ -393,5 +385,3 @@ def test_adapters_move_alone_and_their_flops_are_told():
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == model.weights().keys()
     assert all('.lora.' in name for name in moved)
-    sizes = [sorted(p.shape) for p in model.weights().values()]
-    assert muon_flops(model) == sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sizes)

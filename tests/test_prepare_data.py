@@ -721,7 +721,7 @@ WRONG = [   # command line, exit code, what the message names
     (f'{MINE}messages.jsonl', 2, ['has no chat template']),
     (f'{MINE}messages.jsonl --template=plain', 2, ['messages have no plain template']),
     (f'openmathinstruct2 {BYTES} --split_name=train_3M', 2,
-     ["no split 'train_3M': there are train_1M, train_2M"]),
+     ["no split 'train_3M', of ('train_1M', 'train_2M'"]),
     (f'shakespeare {BYTES}', 1, ['--data_files', 'tinyshakespeare']),
     ('hellaswag', 1, ['--data_files', 'rowanz/hellaswag']),
 ]

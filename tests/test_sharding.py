@@ -85,7 +85,7 @@ def test_a_gathered_checkpoint_is_as_any(trained, tmp_path):
     fsdp = trained(2, *NATIVE, FULL)
     assert kinds(fsdp) == kinds(trained(1, *NATIVE))
     words = [NATIVE[0], f'--resume={fsdp}/step_000005.pt', '--batch_size=4', f'--checkpoint_dir={tmp_path}']
-    assert 'fsdp_full changes nothing in a single process' in run(*words).stdout
+    run(*words)
     assert losses(tmp_path) == pytest.approx(losses(fsdp, after=5), rel=5e-3)
 
 

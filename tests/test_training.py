@@ -170,15 +170,13 @@ def test_the_best_model_is_that_of_the_lowest_loss_or_there_is_none(here, tiny, 
     assert read(tmp_path / 'a' / 'latest.pt')['step'] == 11       # saved, though it is not the best
     state = read(tmp_path / 'a' / 'best_model.pt')
     assert (state['step'], state['best_val_loss']) == min(evaluated, key=lambda record: record[1])
-    (tmp_path / 'a' / 'best_model.json').write_text('{"best_val_loss": "low"}')     # not ours
-    here('train.py', '--resume=latest', '--max_steps=12', '--max_lr=1', f'--checkpoint_dir={tmp_path}/a')
     out = here('train_fp8.py', *tiny, '--max_lr=10', '--eval_freq=4', f'--checkpoint_dir={tmp_path}/b')
-    assert 'WARNING: no validation loss was below that of the start' in out
+    assert 'WARNING: no validation loss was below the first one' in out
     assert f'next: python sample.py --ckpt {tmp_path}/b/latest.pt' in out
     assert not (tmp_path / 'b' / 'best_model.pt').exists()
     last = f'{tmp_path}/b/latest.pt'
     out = here('train_fp8.py', f'--resume={last}', '--max_steps=11', f'--checkpoint_dir={tmp_path}/c')
-    assert f'WARNING: no validation loss was below the best before {last}: ' in out
+    assert 'or the best before the resume: a lower' in out
 
 
 def test_a_stop_in_a_step_saves_it_and_the_run_goes_on(here, tiny, tmp_path, monkeypatch):
@@ -445,14 +443,12 @@ def test_a_run_resumed_from_elsewhere_takes_over_no_other_runs_curves(one_run, h
     assert (list(losses(tmp_path)), begun) == ([11, 12, 13, 14], [0, 0, 0, 13])
 
 
-def test_mistakes_cost_one_line(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'wandb', None)     # as where it is not installed
+def test_mistakes_cost_one_line(tiny, tmp_path):
     chats = tmp_path / 'chats.jsonl'
     chats.write_text('{"messages": [{"role": "user", "content": "a"}]}')
     mistakes = [
         (['--resume=best'], 1, f'resume=best: there is no {tmp_path}/run/best_model.pt'),
         (['--resume=nowhere'], 1, 'resume=nowhere: there is no nowhere'),
-        (['--use_wandb'], 1, 'use_wandb wants the package: `pip install wandb`'),
         (['--init_from=gpt5'], 2, 'org/name on the hub'),
         (['--init_from=/no/such/model'], 1, 'there is no such folder or checkpoint'),
         # before the examples are prepared, which wants another tokenizer
@@ -484,32 +480,28 @@ def test_weights_and_biases_and_tensorboard(here, tiny, tmp_path, monkeypatch):
     """What it is told: the settings, TensorBoard's names; a resumed run goes on in its run. TensorBoard has
     the same curve of both runs."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    begun, told, reachable = [], [], True
+    begun, told = [], []
 
     def init(**options):
-        if not reachable and options.get('mode') != 'offline':
-            raise OSError('no route to host')
         begun.append(options)
         return mock.Mock(spec=['log', 'define_metric', 'finish'], id='abc', log=told.append)
-    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init, Error=OSError, __spec__=1))
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
     monkeypatch.delenv('WANDB_PROJECT', raising=False)
     monkeypatch.chdir(tmp_path)         # where runs/ is made
     words = *tiny, '--use_wandb', '--wandb_run_name=x', f'--checkpoint_dir={tmp_path}', '--use_tensorboard'
     here(*FP8, *words)
-    reachable = False
-    out = here(*FP8, *words, '--max_steps=12', '--resume=latest')
-    assert 'W&B cannot be reached (no route to host): written offline' in out
+    here(*FP8, *words, '--max_steps=12', '--resume=latest')
     first, second = begun
     assert (first['project'], first['name'], first['tags']) == ('llm-fp8', 'x', ['fp8'])
     assert first['config']['max_lr'] == 3e-3
-    assert (first['id'], second['id'], second['mode']) == (None, 'abc', 'offline')
+    assert (first['id'], second['id']) == (None, 'abc')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
     folder, = {str(path.parent) for path in tmp_path.glob('runs/x-fp8/**/events*')}
     curve = EventAccumulator(folder).Reload().Scalars('train/loss')
     assert {event.step: event.value for event in curve} == pytest.approx(losses(tmp_path))
-    broken = types.SimpleNamespace(init=lambda **options: 1 / 0, Error=OSError, __spec__=1)
-    monkeypatch.setitem(sys.modules, 'wandb', broken)
-    assert 'use_wandb is not written: division by zero' in here(*FP8, *words, '--overwrite')
+    for wandb in types.SimpleNamespace(init=lambda **options: 1 / 0), None:     # None: it is not installed
+        monkeypatch.setitem(sys.modules, 'wandb', wandb)
+        assert 'WARNING: use_wandb is not written: ' in here(*FP8, *words, '--overwrite')
 
 
 def test_dry_run_tells_the_plan_and_leaves_nothing(one_run, here, tiny, tmp_path, monkeypatch):
@@ -521,14 +513,13 @@ def test_dry_run_tells_the_plan_and_leaves_nothing(one_run, here, tiny, tmp_path
     monkeypatch.setattr(shutil, 'disk_usage', free)
     out = here(*FP8, *tiny, '--dry_run', '--lr_schedule=wsd', f'--checkpoint_dir={tmp_path}/run/a')
     assert 'FP8 Training Enabled: 8 of 9 linears' in out and '10 steps = 2,560 tokens' in out
-    rates = ('step 0 1.50e-03, step 1 3.00e-03, step 2 3.00e-03, step 5 3.00e-03, '
-             'step 7 3.00e-03, step 9 3.00e-04')
+    rates = 'step 0 1.50e-03, step 1 3.00e-03, step 5 3.00e-03, step 9 3.00e-04'
     assert f'schedule  wsd: {rates}' in out and 'val loss' not in out
     parameters = float(re.search(r'([\d.]+)M parameters', out)[1]) * 1e6
     assert f'0.00 GB are free for checkpoints, and one takes about {12 * parameters / 1e9:.2f}' in out
     size = os.path.getsize(one_run('train_fp8.py', '--fp8_backend=native')[0] / 'latest.pt')
     is_short = []
-    for room in 4 * size - 1, 5 * size:     # noqa: B007 (read by `free`)
+    for room in 3.9 * size, 5 * size:     # noqa: B007 (read by `free`)
         out = here(*FP8, *tiny, '--dry_run', f'--checkpoint_dir={tmp_path}/run/a')
         is_short.append('are free for checkpoints' in out)
     assert is_short == [True, False]

@@ -19,7 +19,7 @@ from fp8gpt.fp8 import Options, Place, choose, linear_factory
 from fp8gpt.fp8.linear import (
     FORMATS, RECIPES, Arithmetic, emulated_mm, quantizers)
 from fp8gpt.gpus import gpu_of
-from helpers import compiled, products, random, relative, same_bits, spied
+from helpers import compiled, opened, products, random, relative, same_bits, spied
 from fp8gpt.fp8.kernels import casts, norms
 from model import GPT, PRESETS, GPTConfig, Linear, generate
 from fp8gpt.optim import make_optimizer
@@ -342,7 +342,7 @@ def test_the_self_check_passes_and_the_clock_runs_with_gpt2s_block(backend, reci
 @needs_gpu
 @pytest.mark.parametrize('num_workers', [0, 1])
 def test_tokens_arrive_as_they_are_stored(num_workers, tiny_data):
-    train = data.TokenData(tiny_data, 'train', 64)
+    train = data.TokenData(opened(tiny_data), 'train', 64)
     here, there = (data.Loader(train, 4, seed=0, device=device, num_workers=num_workers)
                    for device in (CPU, DEVICE))
     for _ in range(3):
