@@ -65,7 +65,7 @@ from contextlib import contextmanager, suppress
 from glob import escape, glob
 from hashlib import blake2b, sha256
 from itertools import chain, groupby, islice
-from os.path import basename, dirname, exists, expanduser, getsize, isfile, join, splitext
+from os.path import abspath, basename, dirname, exists, expanduser, getsize, isfile, join, splitext
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,7 @@ from fp8gpt.tokenizer import EOT, REVISIONS, get_tokenizer
 CHUNK = 64  # documents that a worker takes at once
 CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
 CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
+LONG = 2**15    # bytes of a document after which the cache's size is looked at, too
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
@@ -101,15 +102,17 @@ def stated(what):
 
 def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
-    brackets or commas it has; a file that is named twice is read twice. Raises MissingError where there are
-    none, SettingError for another kind."""
-    paths = []
+    brackets or commas it has. A file comes twice where one of the names or globs is typed twice, and once
+    where several match it. Raises MissingError where there are none, SettingError for another kind."""
+    paths, typed = [], []
     for pattern in [patterns] if exists(expanduser(patterns)) else patterns.split(','):
-        path = expanduser(pattern.strip())
-        found = [path] if exists(path) else sorted(glob(path, recursive=True))
+        pattern = expanduser(pattern.strip())
+        typed.append(pattern)
+        found = [pattern] if exists(pattern) else sorted(glob(pattern, recursive=True))
         if not found:
-            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
-        paths += found
+            raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.txt)')
+        times = Counter(map(abspath, paths))
+        paths += [path for path in found if times[abspath(path)] < typed.count(pattern)]
     for path in paths:
         if not isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
@@ -129,14 +132,14 @@ def rows_of_parquet(path, columns, _):
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    names = file.schema_arrow.names
+    names, errors = file.schema_arrow.names, 'strict' if columns else 'replace'     # as of pictures
     check_names(names)
     names = [name for name in names if name in (columns or ())] or names
     for batch in file.iter_batches(16, columns=names, use_threads=False):
         for row in zip(*batch.columns):     # one by one: one that is not UTF-8 is left out
             try:
                 row = {name: value.as_py() for name, value in zip(names, row)}
-                yield {name: value.decode() if isinstance(value, bytes) else value
+                yield {name: value.decode(errors=errors) if isinstance(value, bytes) else value
                        for name, value in row.items()}
             except UnicodeDecodeError as error:
                 yield DataError(error)
@@ -338,12 +341,12 @@ class Texts:
             ids = self.tokenizer.encode(text)
         else:
             ids = self.fast.encode(raw).astype(np.uint16)
-            if is_checked(self.documents):
-                if resident() > self.most:
-                    self.make_fast()
-                if not np.array_equal(ids, self.tokenizer.encode(text)):
-                    raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
-                                       'half-prepared folder, and run the same command again')
+            checked = is_checked(self.documents)
+            if (checked or len(raw) > LONG) and resident() > self.most:
+                self.make_fast()
+            if checked and not np.array_equal(ids, self.tokenizer.encode(text)):
+                raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
+                                   'half-prepared folder, and run the same command again')
         ids = [self.tokenizer.opening, ids, self.tokenizer.closing]
         ids = np.concatenate(ids, dtype=ids[1].dtype, casting='unsafe')
         return ids, raw, {'bytes': len(raw), 'notes': notes, 'text': text}, ''
@@ -588,7 +591,10 @@ def make(config, folder, paths, meta, tokenizer):
     writers = {split: shards.ShardWriter(folder, split, *form) for split in meta['splits']}
     last = write_documents(folder, meta, documents, writers)
     if 0 < config['max_tokens'] <= progress['tally']['tokens']:
-        say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
+        say(f'max_tokens: rows after row {last[1]:,} of {last[0]} are not read')
+        if paths:
+            names = ', '.join(paths[last[2] + 1:]) or 'none'
+            say(f'{last[2] + 1:,} of {len(paths):,} files are read; not read: {names:.2000}')
     if tokenizer.folder:
         tokenizer.save(folder)
     del meta['progress']
@@ -701,11 +707,11 @@ def find_earlier(config, folder, settings):
     Raises SettingError where the folder holds other shards."""
     path = join(folder, 'meta.json')
     there = files.read_json(path)
-    before = there.get('settings', {})
-    position = there.get('progress', {}).get('position')
-    read = slice(position[2] + 1 if position and settings['files'] else None)   # those behind may be new
-    if before.get('files', ())[read] == settings['files'][read]:
-        before['files'] = settings['files']
+    before, half = there.get('settings', {}), there.get('progress')
+    if half and settings['files']:      # those that are not read yet may be new
+        count = half['position'][2] + 1 if half['position'] else 0
+        if before['files'][:count] == settings['files'][:count]:
+            before['files'] = settings['files']
     changes = [name for name in settings if before.get(name) != settings[name]]
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards (of other {", ".join(changes)}): prepare_data.py '

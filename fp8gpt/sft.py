@@ -344,22 +344,26 @@ class Examples:
             content = message['content'].strip()
             if content and whole.endswith(content, before, end):      # with its thoughts
                 start = end - len(content)
-            start = self._beginning(clean, before, start)
-            answer = start, end, last
-            (bare if lacks_thought(message, whole[start:end]) else full).append(answer)
+            begin = self._beginning(clean, before, start)
+            text = whole[begin:end]
+            # some templates write an empty thought, or a word, before the last answer alone
+            first_words = THOUGHT in text or whole[begin:start].strip()
+            (bare if lacks_thought(message, text) else full).append(((begin, end, last), first_words))
             before = end
-        # some templates write an empty thought before the last answer alone
         learned = full or bare
-        begins = [THOUGHT in whole[start:end] for start, end, _ in learned]
-        return [answer for answer, begin in zip(learned, begins) if begin == begins[-1]]
+        return [answer for answer, first_words in learned if first_words == learned[-1][1]]
 
     def _beginning(self, clean, before, start):
         """Return where an answer begins in `clean`, whose words begin at `start`: behind the header, which is
-        behind `before`. A header may go on, as by <think>, where the text does not."""
+        behind `before`. A header may go on, as by <think> or a date, where the text has a line end."""
         if not self.header:
             return before + len(clean[before:start].rstrip(' '))
         begin = clean.rfind(self.opening, before, start)
-        return start if begin < 0 else begin + len(os.path.commonprefix([self.header, clean[begin:start]]))
+        if begin < 0:
+            return start
+        shared = os.path.commonprefix([self.header, clean[begin:start]])
+        begin += len(shared)
+        return begin if shared == self.header else start - len(clean[begin:start].lstrip('\n'))
 
 
 def special_in(text, tokenizer):

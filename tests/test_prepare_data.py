@@ -161,7 +161,8 @@ def test_what_max_tokens_leaves_out_is_said_and_a_file_that_is_named_twice_is_re
     asked = ','.join(f'{tmp_path}/{name}.jsonl' for name in 'aabc')
     size = sum(len(text.encode()) for text in texts(30, seed=ord('a')))
     said = prepare_here(*of(asked, tmp_path, f'--max_tokens={2 * size + 500}'))
-    assert re.search(f'max_tokens: rows and files after row \\d of {tmp_path}/b.jsonl are not read', said)
+    assert re.search(f'max_tokens: rows after row \\d of {tmp_path}/b.jsonl are not read\n'
+                     f'3 of 4 files are read; not read: {tmp_path}/c.jsonl\n', said)
     assert sum(counts['bytes'] for counts in meta(tmp_path / 'mine-byte')['splits'].values()) > 2 * size
     assert 'are not read' not in prepare_here(*of(asked, tmp_path, '--max_tokens=1e9', '--overwrite'))
 
@@ -187,8 +188,16 @@ def test_text_that_a_tokenizer_cannot_write_is_said_or_refused(tmp_path, monkeyp
 def test_binary_columns_of_parquet_are_text(tmp_path):
     raw = pa.array([text.encode() for text in texts(5)] + [b'\xff'], pa.binary())
     pq.write_table(pa.table({'text': raw}), tmp_path / 'a.parquet')
-    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)
+    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), ['text'])
     assert [row['text'] for row in found] == texts(5) and isinstance(bad, DataError)
+
+
+def test_columns_of_parquet_that_no_example_has_may_hold_any_bytes(tmp_path):
+    said = [text.encode() for text in texts(9)]
+    columns = {'prompt': said, 'completion': said, 'picture': [b'\xff'] * 9}
+    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    printed = prepare_here(*of(tmp_path / 'a.parquet', tmp_path))
+    assert 'columns that are not used: picture' in printed and 'are left out' not in printed
 
 
 def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_path):
@@ -206,6 +215,13 @@ def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_pat
     assert everything(tmp_path / 'd/mine-byte') == everything(tmp_path / 'mended/mine-byte')
     parquet(tmp_path / 'a.parquet', texts(100, seed=5))
     assert 'of other files' in refused_here(*words)[1]
+    for name in 'ab':       # no shard is finished, so nothing is read that could have changed
+        jsonl(tmp_path / f'{name}.jsonl.gz', texts(500, seed=ord(name)))
+    words = of(tmp_path / '*.gz', tmp_path / 'e')
+    pack(tmp_path / 'a.jsonl.gz', (tmp_path / 'a.jsonl.gz').read_bytes())
+    assert 'b.jsonl.gz cannot be read (' in refused_here(*words)[1]
+    pack(tmp_path / 'b.jsonl.gz', (tmp_path / 'b.jsonl.gz').read_bytes())
+    assert 'going on' in prepare_here(*words)
 
 
 def test_gigatoken_starts_anew_where_its_cache_has_grown(small_gpt2, monkeypatch):
@@ -217,6 +233,11 @@ def test_gigatoken_starts_anew_where_its_cache_has_grown(small_gpt2, monkeypatch
     monkeypatch.setattr(prepare_data, 'resident', lambda: encoder.most + 1)
     ids, *_ = encoder.of_row({'text': 'a b'})
     assert encoder.fast is not first and ids[1:].tolist() == small_gpt2.encode_ordinary('a b')
+    first, encoder.documents = encoder.fast, 30
+    encoder.of_row({'text': 'a b'})
+    assert encoder.fast is first
+    encoder.of_row({'text': 'a b ' * prepare_data.LONG})
+    assert encoder.fast is not first
 
 
 @pytest.mark.slow
@@ -242,6 +263,9 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
                          ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
+    monkeypatch.chdir(tmp_path)     # once under two words, twice under a word that is typed twice
+    assert prepare_data.find_files('[de].txt,*.txt,./d.txt') == ['d.txt', 'e.txt', 'a[1].txt', 'b,c.txt']
+    assert prepare_data.find_files('[de].txt,d.txt,[de].txt') == ['d.txt', 'e.txt', 'd.txt', 'e.txt']
 
 
 def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
