@@ -201,15 +201,11 @@ def rows_of_txt(path, _, piece):
     yield from [{'text': text}] * bool(text)
 
 
+# Each yields, of (path, columns, piece), a file's rows: dicts, or a DataError in place of one that cannot be
+# read. columns: those to read of a parquet file; None: all. piece: as PIECE.
 ROWS_OF = {
     '.parquet': rows_of_parquet, '.csv': rows_of_csv, '.tsv': rows_of_csv, '.txt': rows_of_txt,
     '.json': rows_of_json, '.jsonl': rows_of_json, '.py': rows_of_py}
-
-
-def rows_of_file(path, columns, piece=PIECE):
-    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
-    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
-    return ROWS_OF[kind_of(path)](path, columns, piece)
 
 
 def is_one_text(paths):
@@ -236,7 +232,7 @@ def file_rows(paths, meta, columns):
     piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
         with stated(f'{path} cannot be read (where it is cut short or damaged, fetch or write it again)'):
-            for row in islice(rows_of_file(path, columns, piece), done, None):
+            for row in islice(ROWS_OF[kind_of(path)](path, columns, piece), done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
@@ -334,8 +330,6 @@ class Texts:
         if not isinstance(text, str):
             raise DataError(f'{text!r:.40} is not text: --text_column names another column')
         raw, notes = text.encode('utf-8', 'replace'), sft.special_in(text, self.tokenizer)
-        if raw.decode() != text:
-            notes = ['hold half a surrogate pair, which becomes ?', *notes]
         self.documents += 1
         if not self.fast:
             ids = self.tokenizer.encode(text)
@@ -396,7 +390,7 @@ def encode(row, position):
     if text and _encoder.tokenizer.folder and is_checked(position[1]):
         decoded = _encoder.tokenizer.decode(ids.reshape(len(ids), -1)[:, 0].tolist())
         tally['lost'], tally['compared'] = lost_characters(text, decoded)
-    key = int.from_bytes(blake2b(raw, digest_size=8).digest(), 'big') if raw else 2**64
+    key = int.from_bytes(blake2b(raw, digest_size=8).digest(), 'big')
     return Document(position, ids, key, counts, system=system, tally=tally, place=place)
 
 
@@ -545,19 +539,19 @@ def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents. Raises what check does, and MachineError where fewer than two documents differ."""
     settings, first, seen = meta['settings'], [], {'tally': Counter(), 'places': {}}
+    sizes, systems = Counter(), Counter()       # bytes of each hash; how often a system message is there
     share = lowest = int(settings['val_fraction'] * 2**64)
     most = min(settings['shard_tokens'], settings['max_tokens'] or math.inf)
     for document in documents:
         first.append(document)
         count_row(seen, document)
-        lowest = min(lowest, document.key)
+        if len(document.ids):
+            sizes[document.key] += document.counts['bytes']
+            systems[document.system] += 1
+            lowest = min(lowest, document.key)
         if seen['tally']['tokens'] >= most or len(first) >= FEWEST and lowest < share:
             break
     check(meta['source'], seen)
-    used = [document for document in first if len(document.ids)]
-    sizes = Counter()       # bytes of each hash
-    for document in used:
-        sizes[document.key] += document.counts['bytes']
     if len(sizes) < 2:
         raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(sizes)} different '
                            f'{"questions" if meta["template"] else "texts"}; two are the least, since one is '
@@ -569,7 +563,7 @@ def survey(meta, documents, paths):
         ends = np.cumsum([len(row['text'].encode()) for row, _ in file_rows(paths, meta, None)])
         held = 0, 0, int(min(ends[-1] * (1 - settings['val_fraction']), ends[-2]))
     meta['progress']['held'] = held
-    meta['system'] = Counter(document.system for document in used).most_common(1)[0][0]
+    meta['system'] = systems.most_common(1)[0][0]
     return chain(first, documents)
 
 

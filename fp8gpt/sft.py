@@ -189,8 +189,7 @@ class Examples:
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
         if not any(map(is_target, messages)):
             return None
-        before = messages
-        if self.template:   # a header's line end and theirs may be one token, by which no prompt ends
+        if self.template:   # a header's line end and an answer's may be one token, by which no prompt ends
             messages = [{**each, 'content': each['content'].lstrip('\n')} if is_target(each) else each
                         for each in messages]
         make = self._chat if self.template else self._plain
@@ -199,7 +198,6 @@ class Examples:
         asked = [each for each in messages if each['role'] != 'assistant']
         is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
         questions = json.dumps(asked if is_asked else messages, default=str)
-        notes += ['have answers that begin by a line end, which is left out'] * (messages != before)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes,
                   'text': text}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
@@ -368,12 +366,10 @@ class Examples:
 
 def special_in(text, tokenizer):
     """Return what is to be said of a text without a template, which may hold the text of a special token."""
-    found = tokenizer.special.search(text)
-    if not found:
-        return []
-    turn = tokenizer.marks.search(text)
-    remedy = ': a chat is to be in `messages`' * bool(turn)
-    return [f'hold the text {(turn or found)[0]}, which is taken as text{remedy}']
+    found = tokenizer.marks.search(text)
+    remedy = ': a chat is to be in `messages`' * bool(found)
+    found = found or tokenizer.special.search(text)
+    return [f'hold the text {found[0]}, which is taken as text{remedy}'] if found else []
 
 
 def is_target(message):
