@@ -80,6 +80,7 @@ CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared wit
 CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
 LONG = 2**15    # bytes of a document after which the cache's size is looked at, too
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
+MOST = 2**16    # rows that are held while none is found whose hash is below val_fraction
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
 REFUSED = 'cannot be used and are left out'
@@ -549,7 +550,8 @@ def survey(meta, documents, paths):
             sizes[document.key] += document.counts['bytes']
             systems[document.system] += 1
             lowest = min(lowest, document.key)
-        if seen['tally']['tokens'] >= most or len(first) >= FEWEST and lowest < share:
+        if (seen['tally']['tokens'] >= most or len(first) >= MOST
+                or len(first) >= FEWEST and lowest < share):
             break
     check(meta['source'], seen)
     if len(sizes) < 2:

@@ -108,6 +108,15 @@ def test_a_hash_below_the_share_is_held_out_and_one_document_at_least(tmp_path):
     assert os.listdir(tmp_path / 'new') == []
 
 
+def test_few_rows_are_held_while_none_is_below_the_share(monkeypatch):
+    monkeypatch.setattr(prepare_data, 'MOST', 450)
+    counts = {'tokens': 1, 'bytes': 1}
+    rows = (prepare_data.Document(None, [0], key, counts, '', counts, '') for key in range(2**62, 2**63))
+    facts = {'settings': {'val_fraction': 1e-9, 'shard_tokens': 10**8, 'max_tokens': 0}, 'progress': {}}
+    prepare_data.survey(facts | {'source': '', 'template': ''}, rows, [])
+    assert next(rows).key == 2**62 + 450 and facts['progress']['held'][1] == 2**62
+
+
 def test_txt_is_cut_at_the_first_blank_line_past_8192_characters(tmp_path):
     """Of a file that is alone the last tenth is held out: the documents that begin in it."""
     rng = random.Random(0)
