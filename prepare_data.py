@@ -13,7 +13,8 @@
 A row of parquet, JSON or CSV is a document. A txt file is cut at each <|endoftext|>, at the first blank line
 past each 8,192 characters, and at line ends where 65,536 have no blank line. Text is UTF-8, JSON one list or
 a row a line, and CSV begins with names; text of each kind may be packed (.gz, .zst). What the tokenizer
-writes before a text stands before each document, and EOT behind it, unless that is EOT.
+writes before a text stands before each document, and EOT behind it, unless that is EOT. A name or glob that
+is typed twice in --data_files is read twice.
 
 Rows with messages, or prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on:
 sft.py turns them into tokens and masks. Documents keep their order: the loader permutes them. A hash of a
