@@ -169,7 +169,7 @@ class Examples:
         self.header = self.opening = ''
         with suppress(DataError):    # of a template that wants other messages
             chat = pair('a', '')[:1]
-            question, prompt = (self._rendered(chat, has_header)[0] for has_header in (False, True))
+            question, prompt = self.render(chat), self.render(chat, True)
             # what it adds to a question as the prompt of an answer, maybe before its last blanks
             same = len(os.path.commonprefix([question, prompt]))
             if prompt.endswith(question[same:]):
@@ -264,9 +264,13 @@ class Examples:
         pieces, *_ = self._pieces(messages, prompt=True)
         return self._tokenized(pieces)[0]
 
+    def render(self, messages, prompt=False):
+        """Return the text of messages. prompt: whether it ends with the header of an answer."""
+        return self._rendered(messages, prompt)[0]
+
     def _rendered(self, messages, prompt):
-        """Return (text of messages, [(start, end)] of what the template marks as generated). prompt: whether
-        the text ends with the header of an answer. Raises DataError where the template refuses them."""
+        """Return (text, [(start, end)] of what the template marks as generated). Raises DataError where the
+        template refuses the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
         try:
             [text], marked = render_jinja_template(
