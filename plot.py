@@ -1,8 +1,7 @@
 """Draw pictures of runs from their log.jsonl, and of learning-rate schedules.
 
 $ python plot.py loss checkpoints checkpoints_fp8 --out=docs/loss.png  # curves, and distances from the first
-$ python plot.py lr config/gpt2_fp8.py                                 # the schedule of a config or of flags
-$ python plot.py lr --warmup_steps=2000 --max_steps=1760 --max_lr=3e-3 # ... and what is wrong with it
+$ python plot.py lr config/gpt2_fp8.py --max_steps=4000                # the schedule of a config and of flags
 """
 import sys
 from os.path import expanduser
@@ -61,7 +60,7 @@ def finish_figure(figure, out):
     """Add a grid to all axes and write the figure, in the format that the name's end says."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    files.write(out, lambda file: figure.savefig(file, dpi=110, format=out[-3:]))
+    files.write(out, lambda file: figure.savefig(file, format=out[-3:]))
     plt.close(figure)
     say(out)
 
@@ -121,28 +120,23 @@ def plot_loss(directories, out, json_out):
 
 
 def plot_lr(config, out):
-    """Draw the learning rate over the steps of a run on one GPU. A schedule that the training scripts refuse
-    is drawn in red, with the reason. config: train_fp8.py's settings. Raises SettingError where max_hours
-    alone ends the run."""
+    """Draw the learning rate over the steps of a run on one GPU. config: train_fp8.py's settings. Raises
+    SettingError where max_hours alone ends the run, and for a schedule that the training scripts refuse."""
     run = preview(config, torch.device('cuda'))
     config = run.config
     config['batch_size'] = config['batch_size'] or 1    # of an automatic one only the targets are known
     length = Length.of(config, 1, tokens_per_epoch(run))
     if length.last_step == optim.OPEN:
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
-    schedule = length.schedule
-    title, color = f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by})', 'black'
-    title += f', warm-up {config["warmup_steps"]:,}'
-    try:
-        schedule.check()
-    except SettingError as error:
-        title, color = f'MISTAKE: {error}', 'red'
+    length.schedule.check()
+    title = (f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by}), '
+             f'warm-up {config["warmup_steps"]:,}')
     steps = sorted({(length.last_step - 1) * i // 1999 for i in range(2000)})
-    rates = [*map(schedule.rate, steps)]
+    rates = [*map(length.schedule.rate, steps)]
     figure, axes = plt.subplots(figsize=(8, 4))
-    axes.plot(steps, rates, color=color)
+    axes.plot(steps, rates)
     axes.set(xlabel='step', ylabel='learning rate', ylim=(0, None))
-    axes.set_title(title, wrap=True, fontsize=10, color=color)
+    axes.set_title(title, wrap=True)
     finish_figure(figure, out)
     say(f'{title}: step 0 {rates[0]:.2e}, highest {max(rates):.2e}, last {rates[-1]:.2e}')
 

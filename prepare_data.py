@@ -13,7 +13,8 @@
 A row of parquet, JSON or CSV is a document. A txt file is cut at each <|endoftext|>, at the first blank line
 past each 8,192 characters, and at line ends where 65,536 have no blank line. Text is UTF-8, JSON one list or
 a row a line, and CSV begins with names; text of each kind may be packed (.gz, .zst). What the tokenizer
-writes before a text stands before each document, and EOT behind it, unless that is EOT.
+writes before a text stands before each document, and EOT behind it, unless that is EOT. A name or glob that
+is typed twice in --data_files is read twice.
 
 Rows with messages, or prompt and completion, or other columns of sft.COLUMNS, are examples to fine-tune on:
 sft.py turns them into tokens and masks. Documents keep their order: the loader permutes them. A hash of a
@@ -65,7 +66,7 @@ from contextlib import contextmanager, suppress
 from glob import escape, glob
 from hashlib import blake2b, sha256
 from itertools import chain, groupby, islice
-from os.path import basename, dirname, exists, expanduser, getsize, isfile, join, splitext
+from os.path import abspath, basename, dirname, exists, expanduser, getsize, isfile, join, splitext
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,9 @@ from fp8gpt.tokenizer import EOT, REVISIONS, get_tokenizer
 CHUNK = 64  # documents that a worker takes at once
 CHECKED, CHECKED_FIRST = 1000, 20     # of so many documents one is compared with its text, and the first ones
 CACHE = 2**28   # bytes that gigatoken's cache takes before it starts anew
+LONG = 2**15    # bytes of a document after which the cache's size is looked at, too
 FEWEST = 400    # rows that are read before it is said that too many cannot be used
+MOST = 2**16    # rows that are held while none is found whose hash is below val_fraction
 PIECE = 8192    # characters of a txt file, past which a blank line ends a document; past 8 times so many any
 BLOCK = 2**26   # bytes of CSV that are parsed at once: no row is longer
 REFUSED = 'cannot be used and are left out'
@@ -101,15 +104,17 @@ def stated(what):
 
 def find_files(patterns):
     """Return the files of these names and globs, with commas between. What exists is a name, whatever
-    brackets or commas it has; a file that is named twice is read twice. Raises MissingError where there are
-    none, SettingError for another kind."""
-    paths = []
+    brackets or commas it has. A file comes twice where one of the names or globs is typed twice, and once
+    where several match it. Raises MissingError where there are none, SettingError for another kind."""
+    paths, typed = [], []
     for pattern in [patterns] if exists(expanduser(patterns)) else patterns.split(','):
-        path = expanduser(pattern.strip())
-        found = [path] if exists(path) else sorted(glob(path, recursive=True))
+        pattern = expanduser(pattern.strip())
+        typed.append(pattern)
+        found = [pattern] if exists(pattern) else sorted(glob(pattern, recursive=True))
         if not found:
-            raise MissingError(f'no file matches {pattern.strip()!r} (all of a folder: folder/*.txt)')
-        paths += found
+            raise MissingError(f'no file matches {pattern!r} (all of a folder: folder/*.txt)')
+        times = Counter(map(abspath, paths))
+        paths += [path for path in found if times[abspath(path)] < typed.count(pattern)]
     for path in paths:
         if not isfile(path) or kind_of(path) not in ROWS_OF:     # a FIFO would never end
             raise SettingError(f'{path} is no file that ends in one of {", ".join(ROWS_OF)}; .gz or .zst may '
@@ -129,14 +134,14 @@ def rows_of_parquet(path, columns, _):
     # One thread and few rows at a time take 90 MB for a row group of 1.5 GB. Pre-buffered, the default, it
     # would be held whole.
     file = pq.ParquetFile(path, buffer_size=2**16, pre_buffer=False)
-    names = file.schema_arrow.names
+    names, errors = file.schema_arrow.names, 'strict' if columns else 'replace'     # as of pictures
     check_names(names)
     names = [name for name in names if name in (columns or ())] or names
     for batch in file.iter_batches(16, columns=names, use_threads=False):
         for row in zip(*batch.columns):     # one by one: one that is not UTF-8 is left out
             try:
                 row = {name: value.as_py() for name, value in zip(names, row)}
-                yield {name: value.decode() if isinstance(value, bytes) else value
+                yield {name: value.decode(errors=errors) if isinstance(value, bytes) else value
                        for name, value in row.items()}
             except UnicodeDecodeError as error:
                 yield DataError(error)
@@ -198,15 +203,11 @@ def rows_of_txt(path, _, piece):
     yield from [{'text': text}] * bool(text)
 
 
+# Each yields, of (path, columns, piece), a file's rows: dicts, or a DataError in place of one that cannot be
+# read. columns: those to read of a parquet file; None: all. piece: as PIECE.
 ROWS_OF = {
     '.parquet': rows_of_parquet, '.csv': rows_of_csv, '.tsv': rows_of_csv, '.txt': rows_of_txt,
     '.json': rows_of_json, '.jsonl': rows_of_json, '.py': rows_of_py}
-
-
-def rows_of_file(path, columns, piece=PIECE):
-    """Return an iterator over the rows of a file: dicts, or a DataError in place of a row that cannot be
-    read. columns: those to read of a parquet file; None: all. piece: as PIECE."""
-    return ROWS_OF[kind_of(path)](path, columns, piece)
 
 
 def is_one_text(paths):
@@ -233,7 +234,7 @@ def file_rows(paths, meta, columns):
     piece = min(PIECE, getsize(paths[0]) // 100 + 1) if is_one_text(paths) else PIECE
     for number, path in enumerate(paths[start:], start):
         with stated(f'{path} cannot be read (where it is cut short or damaged, fetch or write it again)'):
-            for row in islice(rows_of_file(path, columns, piece), done, None):
+            for row in islice(ROWS_OF[kind_of(path)](path, columns, piece), done, None):
                 done += 1
                 if not isinstance(row, (dict, DataError)):
                     row = DataError('a row is {"column": value, ...}')
@@ -331,19 +332,17 @@ class Texts:
         if not isinstance(text, str):
             raise DataError(f'{text!r:.40} is not text: --text_column names another column')
         raw, notes = text.encode('utf-8', 'replace'), sft.special_in(text, self.tokenizer)
-        if raw.decode() != text:
-            notes = ['hold half a surrogate pair, which becomes ?', *notes]
         self.documents += 1
         if not self.fast:
             ids = self.tokenizer.encode(text)
         else:
             ids = self.fast.encode(raw).astype(np.uint16)
-            if is_checked(self.documents):
-                if resident() > self.most:
-                    self.make_fast()
-                if not np.array_equal(ids, self.tokenizer.encode(text)):
-                    raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
-                                       'half-prepared folder, and run the same command again')
+            checked = is_checked(self.documents)
+            if (checked or len(raw) > LONG) and resident() > self.most:
+                self.make_fast()
+            if checked and not np.array_equal(ids, self.tokenizer.encode(text)):
+                raise MachineError('gigatoken and tiktoken differ: `pip uninstall gigatoken`, remove the '
+                                   'half-prepared folder, and run the same command again')
         ids = [self.tokenizer.opening, ids, self.tokenizer.closing]
         ids = np.concatenate(ids, dtype=ids[1].dtype, casting='unsafe')
         return ids, raw, {'bytes': len(raw), 'notes': notes, 'text': text}, ''
@@ -393,7 +392,7 @@ def encode(row, position):
     if text and _encoder.tokenizer.folder and is_checked(position[1]):
         decoded = _encoder.tokenizer.decode(ids.reshape(len(ids), -1)[:, 0].tolist())
         tally['lost'], tally['compared'] = lost_characters(text, decoded)
-    key = int.from_bytes(blake2b(raw, digest_size=8).digest(), 'big') if raw else 2**64
+    key = int.from_bytes(blake2b(raw, digest_size=8).digest(), 'big')
     return Document(position, ids, key, counts, system=system, tally=tally, place=place)
 
 
@@ -542,19 +541,20 @@ def survey(meta, documents, paths):
     """Set what decides a document's split, and the most frequent system message, which may be none. Return
     all documents. Raises what check does, and MachineError where fewer than two documents differ."""
     settings, first, seen = meta['settings'], [], {'tally': Counter(), 'places': {}}
+    sizes, systems = Counter(), Counter()       # bytes of each hash; how often a system message is there
     share = lowest = int(settings['val_fraction'] * 2**64)
     most = min(settings['shard_tokens'], settings['max_tokens'] or math.inf)
     for document in documents:
         first.append(document)
         count_row(seen, document)
-        lowest = min(lowest, document.key)
-        if seen['tally']['tokens'] >= most or len(first) >= FEWEST and lowest < share:
+        if len(document.ids):
+            sizes[document.key] += document.counts['bytes']
+            systems[document.system] += 1
+            lowest = min(lowest, document.key)
+        if (seen['tally']['tokens'] >= most or len(first) >= MOST
+                or len(first) >= FEWEST and lowest < share):
             break
     check(meta['source'], seen)
-    used = [document for document in first if len(document.ids)]
-    sizes = Counter()       # bytes of each hash
-    for document in used:
-        sizes[document.key] += document.counts['bytes']
     if len(sizes) < 2:
         raise MachineError(f'{meta["source"]}: {len(first):,} rows with {len(sizes)} different '
                            f'{"questions" if meta["template"] else "texts"}; two are the least, since one is '
@@ -566,7 +566,7 @@ def survey(meta, documents, paths):
         ends = np.cumsum([len(row['text'].encode()) for row, _ in file_rows(paths, meta, None)])
         held = 0, 0, int(min(ends[-1] * (1 - settings['val_fraction']), ends[-2]))
     meta['progress']['held'] = held
-    meta['system'] = Counter(document.system for document in used).most_common(1)[0][0]
+    meta['system'] = systems.most_common(1)[0][0]
     return chain(first, documents)
 
 
@@ -588,7 +588,10 @@ def make(config, folder, paths, meta, tokenizer):
     writers = {split: shards.ShardWriter(folder, split, *form) for split in meta['splits']}
     last = write_documents(folder, meta, documents, writers)
     if 0 < config['max_tokens'] <= progress['tally']['tokens']:
-        say(f'max_tokens: rows and files after row {last[1]:,} of {last[0]} are not read')
+        say(f'max_tokens: rows after row {last[1]:,} of {last[0]} are not read')
+        if paths:
+            names = ', '.join(paths[last[2] + 1:]) or 'none'
+            say(f'{last[2] + 1:,} of {len(paths):,} files are read; not read: {names:.2000}')
     if tokenizer.folder:
         tokenizer.save(folder)
     del meta['progress']
@@ -701,11 +704,11 @@ def find_earlier(config, folder, settings):
     Raises SettingError where the folder holds other shards."""
     path = join(folder, 'meta.json')
     there = files.read_json(path)
-    before = there.get('settings', {})
-    position = there.get('progress', {}).get('position')
-    read = slice(position[2] + 1 if position and settings['files'] else None)   # those behind may be new
-    if before.get('files', ())[read] == settings['files'][read]:
-        before['files'] = settings['files']
+    before, half = there.get('settings', {}), there.get('progress')
+    if half and settings['files']:      # those that are not read yet may be new
+        count = half['position'][2] + 1 if half['position'] else 0
+        if before['files'][:count] == settings['files'][:count]:
+            before['files'] = settings['files']
     changes = [name for name in settings if before.get(name) != settings[name]]
     if changes and not config['overwrite'] and (exists(path) or glob('*.bin', root_dir=folder)):
         raise SettingError(f'{folder} holds other shards (of other {", ".join(changes)}): prepare_data.py '

@@ -159,7 +159,9 @@ def say_untrained(model, run):
     products = torch.cat([part.float() @ rows[end].float() for part in rows.split(8192)])
     is_alike = products > 0.9999 * norms * norms[end]
     is_alike[end] = False
-    if norms[end] < norms.median() / 4 or is_alike.any():
+    mean = rows.mean(0, dtype=torch.float32)
+    is_mean = torch.cosine_similarity(rows[end].float(), mean, 0) > 0.999
+    if norms[end] < norms.median() / 4 or is_alike.any() or is_mean:
         say_once(f'WARNING: {tokenizer.library.id_to_token(end)} ends an answer, but the model never learned '
                  'it, and adapters do not train it: start from an instruct model, or without --lora_rank')
 

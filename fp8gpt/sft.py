@@ -189,8 +189,7 @@ class Examples:
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
         if not any(map(is_target, messages)):
             return None
-        before = messages
-        if self.template:   # a header's line end and theirs may be one token, by which no prompt ends
+        if self.template:   # a header's line end and an answer's may be one token, by which no prompt ends
             messages = [{**each, 'content': each['content'].lstrip('\n')} if is_target(each) else each
                         for each in messages]
         make = self._chat if self.template else self._plain
@@ -199,7 +198,6 @@ class Examples:
         asked = [each for each in messages if each['role'] != 'assistant']
         is_asked = any(each['content'].strip() for each in asked if each['role'] != 'system')
         questions = json.dumps(asked if is_asked else messages, default=str)
-        notes += ['have answers that begin by a line end, which is left out'] * (messages != before)
         counts = {'bytes': n_bytes, 'targets': int(np.count_nonzero(mask & TARGET)), 'notes': notes,
                   'text': text}
         system = messages[0]['content'] if messages[0]['role'] == 'system' else ''
@@ -344,32 +342,34 @@ class Examples:
             content = message['content'].strip()
             if content and whole.endswith(content, before, end):      # with its thoughts
                 start = end - len(content)
-            start = self._beginning(clean, before, start)
-            answer = start, end, last
-            (bare if lacks_thought(message, whole[start:end]) else full).append(answer)
+            begin = self._beginning(clean, before, start)
+            text = whole[begin:end]
+            # some templates write an empty thought, or a word, before the last answer alone
+            first_words = THOUGHT in text or whole[begin:start].strip()
+            (bare if lacks_thought(message, text) else full).append(((begin, end, last), first_words))
             before = end
-        # some templates write an empty thought before the last answer alone
         learned = full or bare
-        begins = [THOUGHT in whole[start:end] for start, end, _ in learned]
-        return [answer for answer, begin in zip(learned, begins) if begin == begins[-1]]
+        return [answer for answer, first_words in learned if first_words == learned[-1][1]]
 
     def _beginning(self, clean, before, start):
         """Return where an answer begins in `clean`, whose words begin at `start`: behind the header, which is
-        behind `before`. A header may go on, as by <think>, where the text does not."""
+        behind `before`. A header may go on, as by <think> or a date, where the text has a line end."""
         if not self.header:
             return before + len(clean[before:start].rstrip(' '))
         begin = clean.rfind(self.opening, before, start)
-        return start if begin < 0 else begin + len(os.path.commonprefix([self.header, clean[begin:start]]))
+        if begin < 0:
+            return start
+        shared = os.path.commonprefix([self.header, clean[begin:start]])
+        begin += len(shared)
+        return begin if shared == self.header else start - len(clean[begin:start].lstrip('\n'))
 
 
 def special_in(text, tokenizer):
     """Return what is to be said of a text without a template, which may hold the text of a special token."""
-    found = tokenizer.special.search(text)
-    if not found:
-        return []
-    turn = tokenizer.marks.search(text)
-    remedy = ': a chat is to be in `messages`' * bool(turn)
-    return [f'hold the text {(turn or found)[0]}, which is taken as text{remedy}']
+    found = tokenizer.marks.search(text)
+    remedy = ': a chat is to be in `messages`' * bool(found)
+    found = found or tokenizer.special.search(text)
+    return [f'hold the text {found[0]}, which is taken as text{remedy}'] if found else []
 
 
 def is_target(message):

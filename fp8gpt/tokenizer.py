@@ -12,7 +12,6 @@ EOT; `closing`: those behind it, EOT unless the next opening is a stop, so that 
 ends. `special`: a pattern of the texts of special tokens; `marks`: of those around turns. `pad`, `folder` and
 `chat_template`, or None; `encode`, `decode`, `stream`.
 """
-import codecs
 import os
 import re
 from contextlib import suppress
@@ -70,9 +69,7 @@ class ByteTokenizer:
 
     def encode(self, text, special=False):
         """Return the ids (n,) of a text, uint16. special: the text <|endoftext|> is EOT, as in an export."""
-        if not special:
-            return self.encode_text(text)
-        first, *rest = map(self.encode_text, text.split(EOT))
+        first, *rest = map(self.encode_text, text.split(EOT) if special else [text])
         return np.concatenate([first, *(np.append(self.eot, ids) for ids in rest)]).astype(np.uint16)
 
     def encode_text(self, text):
@@ -89,11 +86,21 @@ class ByteTokenizer:
 
     def stream(self, ids, before=()):
         """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
-        text that they continue."""
-        utf8 = codecs.getincrementaldecoder('utf-8')('replace')
+        text that they continue; without them, Llama 2's first word loses its space."""
+        # tokenizers' DecodeStream fails where bytes of a character are followed by no more of it
+        seen, begin, end = [*before], 0, len(before)    # seen[:end] is out; seen[begin:end], its last part
+
+        def rest():
+            return self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
         for i in ids:
-            yield utf8.decode(self.decode_bytes([i]))
-        yield utf8.decode(b'', final=True)
+            seen.append(i)
+            part = rest()
+            if part.endswith('\ufffd'):
+                part = ''
+            if part:
+                begin, end = end, len(seen)
+            yield part
+        yield rest()
 
 
 class TiktokenTokenizer(ByteTokenizer):
@@ -132,6 +139,7 @@ class PretrainedTokenizer:
 
     transformers' AutoTokenizer may put another pre-tokenizer in place of tokenizer.json's.
     Special tokens in a text are encoded as ordinary text. Raises DataError for damaged files."""
+    stream = ByteTokenizer.stream
 
     def __init__(self, folder):
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # prepare_data.py has its own processes
@@ -225,24 +233,6 @@ class PretrainedTokenizer:
     def decode(self, ids, special=False):
         """Return the text of the ids, with special tokens if `special`."""
         return self.library.decode(list(ids), skip_special_tokens=not special)
-
-    def stream(self, ids, before=()):
-        """Yield the text of each id as it comes, '' until a character is complete. before: the ids of the
-        text that they continue; without them, Llama 2's first word loses its space."""
-        # tokenizers' DecodeStream fails where bytes of a character are followed by no more of it
-        seen, begin, end = [*before], 0, len(before)    # seen[:end] is out; seen[begin:end], its last part
-
-        def rest():
-            return self.decode(seen[begin:])[len(self.decode(seen[begin:end])):]
-        for i in ids:
-            seen.append(i)
-            part = rest()
-            if part.endswith('\ufffd'):
-                part = ''
-            if part:
-                begin, end = end, len(seen)
-            yield part
-        yield rest()
 
     def save(self, folder):
         """Copy the tokenizer's files into a folder, with all stops as eos_token_id in generation_config.json.

@@ -102,6 +102,11 @@ def refused_here(*words):
     return refusal.value.exit_code, str(refusal.value)
 
 
+def rows_of_file(path, columns, piece=prepare_data.PIECE):
+    """The rows of a file, an iterator."""
+    return prepare_data.ROWS_OF[prepare_data.kind_of(path)](path, columns, piece)
+
+
 class Killed(BaseException):
     """What no code but a test's catches."""
 

@@ -32,7 +32,7 @@ from fp8gpt.tokenizer import ByteTokenizer, get_tokenizer
 from hub import Hub, serve
 from preparing import (
     BYTES, check, everything, forms, ids_of_documents, jsonl, killed_here, meta, parquet, prepare,
-    prepare_here, refused_here, stopped, texts, written)
+    prepare_here, refused_here, rows_of_file, stopped, texts, written)
 from tokenizers_made import make_tokenizer
 
 
@@ -75,7 +75,6 @@ def test_gpt2_ids_are_tiktokens(tmp_path, small_gpt2):
     said = prepare_here('mine', f'--data_files={files}', f'--data_dir={tmp_path}', '--num_workers=2')
     assert ('checked against tiktoken' in said) == bool(importlib.util.find_spec('gigatoken'))
     documents[61] = 'a?b'       # half a surrogate pair
-    assert '1 rows hold half a surrogate pair, which becomes ?' in said
     assert '1 rows hold the text <|endoftext|>, which is taken as text (the first: ' in said
     check(tmp_path / 'mine-gpt2', documents, 512, small_gpt2.decode)
     found = [ids_of_documents(tmp_path / 'mine-gpt2', split, 512) for split in ('train', 'val')]
@@ -109,6 +108,15 @@ def test_a_hash_below_the_share_is_held_out_and_one_document_at_least(tmp_path):
     assert os.listdir(tmp_path / 'new') == []
 
 
+def test_few_rows_are_held_while_none_is_below_the_share(monkeypatch):
+    monkeypatch.setattr(prepare_data, 'MOST', 450)
+    counts = {'tokens': 1, 'bytes': 1}
+    rows = (prepare_data.Document(None, [0], key, counts, '', counts, '') for key in range(2**62, 2**63))
+    facts = {'settings': {'val_fraction': 1e-9, 'shard_tokens': 10**8, 'max_tokens': 0}, 'progress': {}}
+    prepare_data.survey(facts | {'source': '', 'template': ''}, rows, [])
+    assert next(rows).key == 2**62 + 450 and facts['progress']['held'][1] == 2**62
+
+
 def test_txt_is_cut_at_the_first_blank_line_past_8192_characters(tmp_path):
     """Of a file that is alone the last tenth is held out: the documents that begin in it."""
     rng = random.Random(0)
@@ -138,7 +146,7 @@ def test_txt_is_cut_at_the_marks_that_end_a_text(tmp_path):
     """As TinyStories' files have them."""
     stories = ['Once.\nA fox', 'Then', 'a < b\n\n<|end', 'x ' * 3000, 'The end.']
     (tmp_path / 'a.txt').write_text('\n<|endoftext|>\n'.join(stories) + '\n<|endoftext|>\n')
-    found = [row['text'] for row in prepare_data.rows_of_file(f'{tmp_path}/a.txt', None)]
+    found = [row['text'] for row in rows_of_file(f'{tmp_path}/a.txt', None)]
     assert [piece.strip('\n') for piece in found] == stories
 
 
@@ -161,7 +169,8 @@ def test_what_max_tokens_leaves_out_is_said_and_a_file_that_is_named_twice_is_re
     asked = ','.join(f'{tmp_path}/{name}.jsonl' for name in 'aabc')
     size = sum(len(text.encode()) for text in texts(30, seed=ord('a')))
     said = prepare_here(*of(asked, tmp_path, f'--max_tokens={2 * size + 500}'))
-    assert re.search(f'max_tokens: rows and files after row \\d of {tmp_path}/b.jsonl are not read', said)
+    assert re.search(f'max_tokens: rows after row \\d of {tmp_path}/b.jsonl are not read\n'
+                     f'3 of 4 files are read; not read: {tmp_path}/c.jsonl\n', said)
     assert sum(counts['bytes'] for counts in meta(tmp_path / 'mine-byte')['splits'].values()) > 2 * size
     assert 'are not read' not in prepare_here(*of(asked, tmp_path, '--max_tokens=1e9', '--overwrite'))
 
@@ -187,8 +196,16 @@ def test_text_that_a_tokenizer_cannot_write_is_said_or_refused(tmp_path, monkeyp
 def test_binary_columns_of_parquet_are_text(tmp_path):
     raw = pa.array([text.encode() for text in texts(5)] + [b'\xff'], pa.binary())
     pq.write_table(pa.table({'text': raw}), tmp_path / 'a.parquet')
-    *found, bad = prepare_data.rows_of_file(str(tmp_path / 'a.parquet'), None)
+    *found, bad = rows_of_file(str(tmp_path / 'a.parquet'), ['text'])
     assert [row['text'] for row in found] == texts(5) and isinstance(bad, DataError)
+
+
+def test_columns_of_parquet_that_no_example_has_may_hold_any_bytes(tmp_path):
+    said = [text.encode() for text in texts(9)]
+    columns = {'prompt': said, 'completion': said, 'picture': [b'\xff'] * 9}
+    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    printed = prepare_here(*of(tmp_path / 'a.parquet', tmp_path))
+    assert 'columns that are not used: picture' in printed and 'are left out' not in printed
 
 
 def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_path):
@@ -206,6 +223,13 @@ def test_a_file_that_is_fetched_again_goes_on_where_the_others_were_read(tmp_pat
     assert everything(tmp_path / 'd/mine-byte') == everything(tmp_path / 'mended/mine-byte')
     parquet(tmp_path / 'a.parquet', texts(100, seed=5))
     assert 'of other files' in refused_here(*words)[1]
+    for name in 'ab':       # no shard is finished, so nothing is read that could have changed
+        jsonl(tmp_path / f'{name}.jsonl.gz', texts(500, seed=ord(name)))
+    words = of(tmp_path / '*.gz', tmp_path / 'e')
+    pack(tmp_path / 'a.jsonl.gz', (tmp_path / 'a.jsonl.gz').read_bytes())
+    assert 'b.jsonl.gz cannot be read (' in refused_here(*words)[1]
+    pack(tmp_path / 'b.jsonl.gz', (tmp_path / 'b.jsonl.gz').read_bytes())
+    assert 'going on' in prepare_here(*words)
 
 
 def test_gigatoken_starts_anew_where_its_cache_has_grown(small_gpt2, monkeypatch):
@@ -217,6 +241,11 @@ def test_gigatoken_starts_anew_where_its_cache_has_grown(small_gpt2, monkeypatch
     monkeypatch.setattr(prepare_data, 'resident', lambda: encoder.most + 1)
     ids, *_ = encoder.of_row({'text': 'a b'})
     assert encoder.fast is not first and ids[1:].tolist() == small_gpt2.encode_ordinary('a b')
+    first, encoder.documents = encoder.fast, 30
+    encoder.of_row({'text': 'a b'})
+    assert encoder.fast is first
+    encoder.of_row({'text': 'a b ' * prepare_data.LONG})
+    assert encoder.fast is not first
 
 
 @pytest.mark.slow
@@ -242,6 +271,9 @@ def test_files_are_found_at_home_and_under_names_that_look_like_globs(tmp_path, 
     for asked, found in (('~/a[1].txt', ['a[1].txt']), (f'{tmp_path}/b,c.txt', ['b,c.txt']),
                          ('~/[de].txt, ~/a[1].txt', ['d.txt', 'e.txt', 'a[1].txt'])):
         assert prepare_data.find_files(asked) == [f'{tmp_path}/{name}' for name in found]
+    monkeypatch.chdir(tmp_path)     # once under two words, twice under a word that is typed twice
+    assert prepare_data.find_files('[de].txt,*.txt,./d.txt') == ['d.txt', 'e.txt', 'a[1].txt', 'b,c.txt']
+    assert prepare_data.find_files('[de].txt,d.txt,[de].txt') == ['d.txt', 'e.txt', 'd.txt', 'e.txt']
 
 
 def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path):
@@ -273,10 +305,10 @@ def test_every_position_is_where_a_restart_goes_on(tmp_path):
         assert rows_after(position) == rows[done:]
     path = tmp_path / 'long.jsonl'      # a row that Python's parser refuses for its length is one bad row
     path.write_text('{"text": "one"}\n{"text": ' + '1' * 5000 + '}\n{"text": "two"}')
-    assert [type(row) for row in prepare_data.rows_of_file(str(path), None)] == [dict, DataError, dict]
+    assert [type(row) for row in rows_of_file(str(path), None)] == [dict, DataError, dict]
     path = tmp_path / 'mark.jsonl'      # with a byte order mark and an empty line
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
-    assert list(prepare_data.rows_of_file(str(path), None)) == [{'text': 'one'}, {'text': 'two'}]
+    assert list(rows_of_file(str(path), None)) == [{'text': 'one'}, {'text': 'two'}]
 
 
 def test_the_standard_library_is_without_its_tests_and_what_is_installed(tmp_path, monkeypatch):
@@ -352,14 +384,14 @@ def pack(path, raw):
 
 @pytest.mark.parametrize('name, raw, expected', READ)
 def test_a_file_is_read_as_its_name_says(tmp_path, name, raw, expected):
-    rows = prepare_data.rows_of_file(str(pack(tmp_path / name, raw)), None)
+    rows = rows_of_file(str(pack(tmp_path / name, raw)), None)
     assert [row['text'] for row in rows] == expected
 
 
 def test_a_line_of_json_that_cannot_be_read_stops_no_other(tmp_path):
     for name in 'a.jsonl', 'a.json':
         (tmp_path / name).write_text('{"text": "one"}\n' * 39 + '{"text": \n' + '{"text": "one"}\n' * 40)
-        found = list(prepare_data.rows_of_file(f'{tmp_path}/{name}', None))
+        found = list(rows_of_file(f'{tmp_path}/{name}', None))
         assert [i for i, row in enumerate(found) if isinstance(row, DataError)] == [39]
         assert 'a line is a row' in str(found[39]) and found[40:] == [{'text': 'one'}] * 40
 
@@ -378,7 +410,7 @@ BARE = '量' * 20_000
 def test_a_txt_without_blank_lines_is_cut_at_line_ends_or_anywhere(tmp_path, text, ends):
     (tmp_path / 'a.txt').write_text(text)
     for piece in 100, 1000, 8192:
-        pieces = [row['text'] for row in prepare_data.rows_of_file(f'{tmp_path}/a.txt', None, piece)]
+        pieces = [row['text'] for row in rows_of_file(f'{tmp_path}/a.txt', None, piece)]
         assert ''.join(pieces) == text
         assert all(8 * piece <= len(each) < 8 * piece + 10 for each in pieces[:-1])
         assert all(each.endswith(ends) for each in pieces[:-1])

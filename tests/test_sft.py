@@ -267,12 +267,21 @@ def test_answers_begin_as_a_prompt_ends_and_all_alike(chat_folder):
     (bare, _, _, _), (rows, _, counts, _) = (
         made.document(sft.pair('a', answer)) for answer in ('b', '\n\nb'))
     assert rows.tolist() == bare.tolist()
-    assert counts['notes'] == ['have answers that begin by a line end, which is left out']
+    assert counts['notes'] == []
     assert rows[:, 0].tolist()[:len(made.prompt(sft.pair('a', 'b')[:1]))] == made.prompt(
         sft.pair('a', 'b')[:1]).tolist()
     note = 'have answers that do not begin as the last one, with a thought or without, and are not learned'
     for chat, found in (CHAT, [note]), (CHAT[:3], []), (CHAT[:4], []):
         assert sft.Examples(tokenizer, LAYOUTS['qwen3'], BEGAN).document(chat)[2]['notes'] == found
+    said = "{% if loop.last and m.role == 'assistant' %}{{ 'Final: ' }}{% endif %}{{ m.content }}"
+    rows, _, counts, _ = sft.Examples(tokenizer, turns(said), BEGAN).document(CHAT)
+    assert targets(tokenizer, *rows.T.tolist()) == ['Final: Four, \U0001f642.<|end_of_turn|>']
+    assert counts['notes'] == [note]
+    dated = turns('{{ m.content }}', header="{{ '<|turn|>' + ROLE + (' 1 May' if DATED else '') + '\\n' }}")
+    head, tail = dated.split('{% if add')
+    dated = head.replace('DATED', 'loop.last') + '{% if add' + tail.replace('DATED', 'true')
+    assert targets(tokenizer, *example(tokenizer, dated, CHAT)) == [
+        'It is 4.<|end_of_turn|>', 'Four, \U0001f642.<|end_of_turn|>']
 
 
 def test_an_answer_without_a_stop_gets_the_end_of_text(chat_folder):
