@@ -67,6 +67,11 @@ TRANSLATED = {
     'use_te': {'on': 'auto:te', 'off': None},
     'fp8_scenario': {'default': 'auto', 'mxfp8': 'auto:mxfp8'},
     'dropout': {'0.0': None, 'off': None},      # no layer drops out here
+    # nanoGPT's, which ask for what is so: the learning rate falls, AdamW's beta1 is 0.9
+    'decay_lr': {'on': None},
+    'always_save_checkpoint': {'off': None},
+    'backend': {'nccl': None, 'gloo': None},
+    'beta1': {'0.9': None},
     'use_flash_attn': {'on': None},     # scaled_dot_product_attention uses it where it can
     'config': {},       # any file
 }
@@ -82,6 +87,9 @@ GONE = {
     'profile': 'docs/fp8.md has six lines with torch.profiler',
     'lr_decay_iters': 'the learning rate falls until the end of the run',
     'eval_iters': '--eval_tokens says how many tokens an evaluation reads',
+    # nanoGPT's, of sample.py
+    'out_dir': '--ckpt=FOLDER, or --ckpt=FOLDER/step_000100.pt, names the model',
+    'init_from': '--ckpt=FOLDER, or --ckpt=a model of Hugging Face, names the model',
 }
 HELP = """
 Type a setting as --name=value, --name value, --flag or --no_flag, or put it into a config file, .py or
@@ -385,7 +393,9 @@ def configure(path, argv=None, positional=None):
 
     def put(name, value, layer=typed, where='the command line'):
         ours = ALIASES.get(name, name)
-        if name in GONE:
+        if name == 'lr_decay_iters' and str(value) == str({**files, **typed}.get('max_steps')):
+            return      # until the end of the run, as it falls here
+        if name in GONE and ours not in known:
             raise SettingError(f'{where}: {name} is no setting: {GONE[name]}')
         if ours not in known or name == 'config':
             nearest = *difflib.get_close_matches(name, known, 1, 0.5), 'in --help'
