@@ -288,7 +288,7 @@ def check_adapters(config):
 
 def fit_to_data(run):
     """Count the position of the checkpoint that a run resumes from in windows of the data that is there, and
-    drop a best loss that was measured otherwise. Other data is noted."""
+    drop a best loss that was measured otherwise. Notes say so."""
     resumed, block_size = run.resumed, run.config['block_size']
     before = resumed['config'].get('block_size', block_size)
     if before != block_size:    # its FP8 scales are of gradients over other numbers of tokens
@@ -296,6 +296,7 @@ def fit_to_data(run):
         resumed['fp8_state'] = None
     if resumed.get('measured_on') not in (None, run.measured_on):
         resumed['best_val_loss'] = None
+        run.notes.append('the best loss begins anew: it was of other data, block_size or eval_tokens')
     if run.data != (resumed.get('data') or run.data):
         resumed['position'] = 0
         run.notes.append(
