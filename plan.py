@@ -7,7 +7,8 @@ $ python plan.py --init_from=gpt2-xl --batch_size=16 --max_tokens=3e10 --gpu=b20
 Every other word is a setting of train_fp8.py. Time is FLOPs over the share of its peak that an H100 reached
 at that width, and FP8's gain is the one measured there, with native, our kernels and CUDA graphs. Memory is
 counted under torch.compile. docs/fp8.md has the errors. Several GPUs also wait for one all-gather of bf16
-weights a step, at 400 GB/s a node or the link's rate: a bound where the rest of what they send is hidden.
+weights a step (in FP8, sharded, of half as many bytes), at 400 GB/s a node or the link's rate: a bound where
+the rest of what they send is hidden.
 """
 import os
 import sys
@@ -110,12 +111,14 @@ def memory(run, model, gpus, in_fp8):
     logits = tokens * c.padded_vocab_size * (4 + in_fp8 * config['fp8_head']) / config['loss_chunks']
     weights, shards = sum(p.nbytes for p in model.parameters()), 1 if mode == 'ddp' else gpus
     count = micro_steps(config, run.batch_size, gpus)
-    # of shards, whole: embedding, head and their gradients; in bf16 two blocks, or all; a block's gradients
-    whole = 2 * (weights - itemsize * matrices) + matrices * (12 / c.n_layer if mode == 'fsdp_full' else 2)
+    # of shards, whole: embedding, head and their gradients; two blocks, or all; a block's gradients
+    byte = 1 if in_fp8 and config['fp8_recipe'] in RECIPES else 2
+    whole = 2 * (weights - itemsize * matrices) + matrices * (
+        8 * (not config['lora_rank']) / c.n_layer + byte * (2 / c.n_layer if mode == 'fsdp_full' else 1))
     if config['lora_rank']:
-        weights += in_fp8 * (shards == 1) * (1 - itemsize) * matrices   # frozen ones are in FP8 alone
-    elif shards == 1 and count >= fp8.FEWEST:
-        weights += in_fp8 * 2 * matrices    # W and W^T are cast once a step
+        weights += in_fp8 * (1 - itemsize) * matrices   # frozen ones are in FP8 alone
+    elif shards > 1 or count >= fp8.FEWEST:
+        weights += in_fp8 * (1 + (shards == 1)) * matrices      # W, and W^T, are cast once a step
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if shards == 1 < min(gpus, count):
         gradients *= 2      # those added up, and DDP's buckets
@@ -142,6 +145,7 @@ def step_seconds(run, model, gpu, length, gpus):
         beside += LOW_BIT * values / (config['sharding_mode'] == 'ddp' or gpus)
     seconds, of_recipe = {'bf16': computing + beside}, RECIPES.get(config['fp8_recipe'])
     if gpu.fp8 and of_recipe and width >= LEAST:
+        beside /= 1 + (config['sharding_mode'] != 'ddp')
         seconds['FP8'] = computing / of_recipe / numpy.interp(width, *GAINS) + beside
     return seconds
 

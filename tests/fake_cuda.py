@@ -3,12 +3,12 @@
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
 The last line is JSON: for each choice the bytes of a block's kernels (of the head and its loss with "head":
-whether it is in FP8), their number, how many compute with a maximum in fp32 and leave it to others in bf16,
-and with "ptx": true of how many large ones the PTX stores bytes one at a time in every configuration that
-Inductor would try, and how many configurations spill. With "gathered" the block's weights are those that
-ranks gather in FP8. Inductor's own passes and code generation do the work;
-what they ask of a device is answered here. That takes private doors of torch and Triton, so unknown versions
-are refused.
+whether it is in FP8), their number, the bytes that forward keeps for backward beside its inputs, how many
+kernels compute with a maximum in fp32 and leave it to others in bf16, and with "ptx": true of how many large
+ones the PTX stores bytes one at a time in every configuration that Inductor would try, and how many
+configurations spill. With "gathered" the block's weights are those that ranks gather in FP8. Inductor's own
+passes and code generation do the work; what they ask of a device is answered here. That takes private doors
+of torch and Triton, so unknown versions are refused.
 """
 import contextlib
 import dataclasses
@@ -128,7 +128,7 @@ def as_gathered(module):
 
 def kernels_by(config, sequences, choice, asked):
     """Return the Kernels of a block by an fp8.Choice, or of the head and its loss, of normed activations,
-    forward and backward, in their order."""
+    forward and backward, in their order, and the bytes of tensors that backward keeps beside inputs."""
     model.F, model.NO_BF16_UNITS = Hopper(), False
     torch.compiler.is_compiling = lambda: True          # Dynamo, which would say so, is not asked
     linear.on_cpu = backends.on_cpu = lambda x: False   # the graphs' devices are replaced after tracing
@@ -157,7 +157,10 @@ def kernels_by(config, sequences, choice, asked):
             stream = [x, x.detach().requires_grad_()]
             inputs = [*block.parameters(), *stream, *rope, *buffers.values()]
             graphs = partition(run_block, inputs, len(names))
-    return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))]
+    [(outputs,)] = (node.args for node in graphs[0].graph.nodes if node.op == 'output')
+    made = {node: node.meta['val'] for node in outputs if node is not None and node.op != 'placeholder'}
+    kept = sum(value.nbytes for value in made.values() if torch.is_tensor(value))
+    return [kernel for number, graph in enumerate(graphs) for kernel in kernels_of(graph, bool(number))], kept
 
 
 def partition(function, inputs, parameters):
@@ -254,8 +257,8 @@ def main(asked):
     for backend, recipe, kernels in asked['choices']:
         options = fp8.Options(head=bool(asked.get('head')))
         choice = fp8.Choice(backend, recipe, kernels=kernels, reason='counted', options=options)
-        launches = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, asked)
-        row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches),
+        launches, kept = kernels_by(PRESETS[asked['preset']], asked['sequences'], choice, asked)
+        row = {'bytes': sum(kernel.bytes for kernel in launches), 'launches': len(launches), 'kept': kept,
                'split maxima': sum(map(splits_a_maximum, launches))}
         if asked.get('ptx'):
             folder = pathlib.Path(tempfile.mkdtemp())

@@ -214,8 +214,13 @@ def test_shards_of_memory():
         assert full[name] == once[name] == whole[name] / 8
     assert full['activations'] == whole['activations'] and 'gathered from other GPUs' not in whole
     block, rest = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14_336, 2 * 128_256 * 4096 + 65 * 4096
-    for made, blocks in (full, 12), (once, 2 * 32):
+    for mode, in_fp8, blocks in (('fsdp_full', False, 12), ('fsdp_grad_op', False, 8 + 2 * 32),
+                                 ('fsdp_full', True, 10), ('fsdp_grad_op', True, 8 + 32)):
+        made = planned(LLAMA_8B + mode, 8, in_fp8)[1]
         assert made['gathered from other GPUs'] == pytest.approx((8 * rest + blocks * block) / 1e9)
+        assert made['weights'] == pytest.approx(full['weights'] + in_fp8 * 32 * block / 8 / 1e9)
+    frozen = planned(LLAMA_8B + 'fsdp_full --lora_rank=8', 8, True)[1]
+    assert frozen['weights'] < (4 * rest + 32 * block) / 8 / 1e9 * 1.01     # and adapters
 
 
 @pytest.mark.slow

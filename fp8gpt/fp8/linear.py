@@ -306,6 +306,15 @@ def refuse_second_derivative():
                            'fp8.paused()')
 
 
+def in_backward(one, dy8):
+    """Return a Float8Tensor whose data depends on dy8, a gradient's, without a changed bit: else a compiler
+    transposes a weight in forward, and keeps all of them until backward."""
+    if on_cpu(one.data) or not torch.compiler.is_compiling():
+        return one
+    nothing = (dy8.scale_inv[0, 0].view(torch.int32) & 0).to(torch.uint8)
+    return one._replace(data=(one.data.view(torch.uint8) ^ nothing).view(one.data.dtype))
+
+
 def weight_operands(weight, quantizers, scale, cache):
     """Return a weight's casts (N, K) and (K, N): those in the cache, the tensors of WEIGHT_CACHE, if any.
     Those of a frozen weight have no data (K, N)."""
@@ -356,7 +365,7 @@ class Matmul(torch.autograd.Function):
         update_amax(ctx.running, grad=dy8.amax)
         wt = Float8Tensor(wt, wt_scale, q.w.block if ctx.frozen else q.wt.block)
         if ctx.frozen:
-            wt = q.wt.transpose_of(wt)
+            wt = q.wt.transpose_of(in_backward(wt, dy8))
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
             dw = dy.t() @ xt[0]                                              # xt[0] is x itself, (M, K)

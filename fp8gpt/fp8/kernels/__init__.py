@@ -11,8 +11,8 @@ import torch
 from torch.autograd import Function
 
 from ..linear import (
-    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, falls_back, inverse, mode,
-    refuse_second_derivative, update_amax, weight_operands)
+    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, falls_back, in_backward,
+    inverse, mode, refuse_second_derivative, update_amax, weight_operands)
 from .casts import VALUES, cast, partial_amaxes
 from .norms import norm_backward
 
@@ -122,7 +122,7 @@ class KernelMatmul(Function):
         dy8, dyt, sums = quantise(q.dy, ctx.how, inputs, ctx.scale[GRAD], sums=biased)
         update_amax(ctx.running, grad=dy8.amax)
         wt = Float8Tensor(wt, wt_scale, TENSOR)
-        dx = mm(dy8, q.wt.transpose_of(wt) if ctx.gathered else wt, dy.dtype)
+        dx = mm(dy8, q.wt.transpose_of(in_backward(wt, dy8)) if ctx.gathered else wt, dy.dtype)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
         db = sums.sum(0).to(ctx.bias_dtype) if biased else None
         return dx.view(ctx.shape), None, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
