@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, environment, hellaswag_items, write_tiny_data
+from conftest import ROOT, environment, hellaswag_items, run, write_tiny_data
 
 pytestmark = pytest.mark.slow
 
@@ -92,3 +92,16 @@ def test_each_item_of_a_part_runs_and_leaves_its_json(part, checkout, tmp_path):
         [row] = rows['nanogpt.json']
         assert row['ms a step'] == 20
         assert not os.listdir(checkout / '.peers' / 'nanoGPT' / 'data')
+
+
+@pytest.mark.timeout(600)
+def test_sharded_training_is_timed_in_each_precision(tiny, tmp_path):
+    path = tmp_path / 'sharded.json'
+    tiny = [word for word in tiny if not word.startswith('--max_steps')]
+    run('tests/gpu/sharded.py', path, *tiny, fork=False, timeout=500)
+    rows = json.loads(path.read_text())['rows']
+    assert all(row['tokens/s'] > 0 and row['ranks'] == 2 for row in rows.values()), rows
+    losses = {name: row['loss'] for name, row in rows.items()}
+    assert losses['delayed'] == losses['delayed, fsdp_grad_op']
+    assert losses['bf16'] == pytest.approx(losses['ddp, bf16'], rel=1e-2)
+    assert len({*losses.values()}) > 4

@@ -132,7 +132,8 @@ def test_no_rank_waits_for_passes_that_others_do_not_make(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_hooks_cut_no_graph(tiny, tmp_path):
+@pytest.mark.parametrize('script', [['train.py'], NATIVE, [*NATIVE, '--lora_rank=4', '--lora_targets=all']])
+def test_hooks_cut_no_graph(script, tiny, tmp_path):
     words = [*tiny, FULL, '--compile=on', '--n_layer=3', '--max_steps=2', f'--checkpoint_dir={tmp_path}']
-    done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), 'train.py', *words)
+    done = in_ranks(2, runner(tmp_path, COUNTS_GRAPHS), *script, *words)
     assert '8 graphs' in done.stdout.splitlines()

@@ -460,13 +460,13 @@ def summary(model, choice):
     plain = [name or 'the model' for name in found if name not in linears]
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
+    if choice.options.sharded:
+        gathered = sum(getattr(module, 'sharded', None) is not None for module in linears.values())
+        line += f', {gathered} of {len(linears)} weights gathered in FP8'
+        line += ' (tensorwise and delayed, in equal shards)' * (gathered < len(linears))
     line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
     line += f', margin {choice.options.margin}' * bool(choice.options.margin)
     line += ', Triton kernels' * (choice.kernels == 'triton')
-    gathered = sum(getattr(module, 'sharded', None) is not None for module in linears.values())
-    if choice.options.sharded:
-        line += f', {gathered} of {len(linears)} weights gathered in FP8'
-        line += ' (tensorwise and delayed, in equal shards)' * (gathered < len(linears))
     line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {said[0][2]}: {choice.reason}'
     line += f'\n          bf16: {others}' * bool(others)
     if not output_layers(model) and not choice.options.keep:
