@@ -629,7 +629,8 @@ class GPT(nn.Module):
             x, delta = x[:, -1:], delta[:, -1:]
         if targets is None:
             return self.head(x, delta)
-        n_targets = n_targets or (targets != -1).sum()
+        if n_targets is None:
+            n_targets = (targets != -1).sum()
         if self.loss_chunks == 1:
             return self.head(x, delta, targets) / n_targets
         _, h = self.ln_f(x, delta)

@@ -267,8 +267,7 @@ def forward_backward(x, y, examples, n_targets):
 
 
 # --------------------------------------------------------------------------------------------------- the loop
-replays = run.launched_share(ranks.world_size, micro_steps) < 1
-replay = graphs.Replay(forward_backward, ddp_model, replays)
+replay = graphs.Replay(forward_backward, ddp_model, run.replays(ranks.world_size, micro_steps))
 # steps with gradients that are not finite: in all, in a row, in the longest row
 skips = torch.tensor([skipped, 0.0, 0.0], device=device)
 clock = runlog.Clock(loader)

@@ -47,10 +47,16 @@ def end_capture(pool):
             torch.zeros(1, device=device)
 
 
+def shape(x):
+    """Return a tensor's shape, None of None."""
+    return x if x is None else x.shape
+
+
 class Replay:
     """Calls forward_backward(x, y, examples, n_targets), which adds to the model's gradients and returns a
-    loss; replays it from the third step on, where `on` allows it and the arguments are as they were. A
-    micro-step in which DDP reduces gradients is not replayed. model: in DDP or not.
+    loss; replays it from the third step on, where `on` allows it and the inputs' shapes are as they were.
+    forward_backward gets n_targets as a tensor, 0-dim; examples may be None. A micro-step in which DDP
+    reduces gradients is not replayed. model: in DDP or not.
 
     Two graphs make a step: its first micro-step casts weights and makes gradients, the others add to them.
     Inputs are copied to where the graphs read them; gradients lie where the first graph puts them; weights,
@@ -68,24 +74,27 @@ class Replay:
 
     def __call__(self, micro_step, x, y, examples, n_targets):
         """Return the loss of a step's micro-step of this number. The next call may overwrite it."""
-        inputs, later = (x, y), micro_step > 0
+        # copied to the GPU, since a graph would keep the number
+        n_targets = torch.full((), n_targets, dtype=torch.float32, device=x.device)
+        inputs, later = (x, y, examples, n_targets), micro_step > 0
         if not later:
             self.steps, self.begun = self.steps + 1, False
         reduces = getattr(self.model, 'require_backward_grad_sync', False)
         self.adds |= later and not reduces      # a step has a second graph
-        if not self.on or self.steps <= EAGER_STEPS or reduces or examples is not None:
-            return self.forward_backward(x, y, examples, n_targets)
+        if not self.on or self.steps <= EAGER_STEPS or reduces:
+            return self.forward_backward(*inputs)
         if not self.graphs and not later:
-            self.held, self.n_targets = [each.clone() for each in inputs], n_targets
+            self.held = [each if each is None else each.clone() for each in inputs]
             self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             self.free, _ = torch.cuda.mem_get_info()
         # gradients are where the first graph puts them only once it has run in this step
-        unlike = later and not self.begun or n_targets != self.n_targets or x.shape != self.held[0].shape
+        unlike = later and not self.begun or list(map(shape, inputs)) != list(map(shape, self.held))
         if unlike or later not in self.graphs and not self.captured(later):
-            return self.forward_backward(x, y, examples, n_targets)
+            return self.forward_backward(*inputs)
         for held, new in zip(self.held, inputs):
-            held.copy_(new)
+            if new is not None:
+                held.copy_(new)
         replay, loss = self.graphs[later]
         replay()
         self.begun = True
@@ -98,7 +107,7 @@ class Replay:
         before = [p.grad for p in self.model.parameters()]
 
         def micro_step():
-            loss = self.forward_backward(*self.held, None, self.n_targets)
+            loss = self.forward_backward(*self.held)
             made = [p for p in outside if p.grad is not None]
             if made:
                 torch._foreach_copy_([outside[p] for p in made], [p.grad for p in made])

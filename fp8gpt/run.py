@@ -164,15 +164,12 @@ class Run:
         """The commit of each model of the hub that this run has read, by its name there."""
         return dict(REVISIONS)
 
-    def launched_share(self, gpus, micro_steps):
-        """Return the share of a step's micro-steps that the host launches, since no CUDA graph replays them:
-        those in which DDP reduces gradients; all with shards, on examples, or where nothing is compiled."""
-        config, on_cuda = self.config, self.device.type == 'cuda'
-        if not (self.compiled and on_cuda and config['cuda_graphs']) or self.of_examples:
-            return 1.0
-        if gpus > 1 and config['sharding_mode'] != 'ddp':
-            return 1.0
-        return (gpus > 1) / micro_steps
+    def replays(self, gpus, micro_steps):
+        """Return whether CUDA graphs replay micro-steps: of what is compiled and not sharded, all but those
+        in which DDP reduces gradients."""
+        config, is_sharded = self.config, gpus > 1 and self.config['sharding_mode'] != 'ddp'
+        return bool(self.compiled and self.device.type == 'cuda' and config['cuda_graphs']
+                    and not is_sharded and (gpus == 1 or micro_steps > 1))
 
     def length(self, world_size, tokens_per_epoch):
         """Return the Length of the run, None until batch_size is found. Raises what Length.of and

@@ -70,6 +70,5 @@ def sample_of(run, bf16_compiled, world_size):
         model = GPT(few, linear, loss_chunks=config['loss_chunks']).to(run.device)
         model.wte.weight.data *= 50     # N(0, 1): gradients stand above rounding's noise
         return model
-    replays = run.launched_share(world_size, steps) < 1
     return health.Sample(build, tuple(idx), run.compiled, bf16_compiled, steps,
-                         capture=graphs.capture if replays else None)
+                         capture=graphs.capture if run.replays(world_size, steps) else None)

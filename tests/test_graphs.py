@@ -117,10 +117,11 @@ def test_a_capture_that_fails_is_ended(ended, monkeypatch):
 
 
 def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=range(MICRO_STEPS),
-            taken=60, free=100):
+            memory=(60, 100), packed=False):
     """Losses and final weights of a few steps of plain gradient descent on random tokens, what was said, and
-    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. taken: of so
-    many GB free, by graphs. In the midst, an evaluation."""
+    the number of captures. odd_step: one in whose micro-steps odd_ones examples are kept apart. packed: each
+    micro-step has other examples, a step other targets. memory: GB that graphs take, of all. In the midst,
+    an evaluation."""
     model, said, losses = GPT(CONFIG), [], []
     model = wrap(model) if wrap else model
     captures = Captures(model, fails)
@@ -128,7 +129,7 @@ def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=r
     for name in ('empty_cache', 'graph_pool_handle'):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, 'mem_get_info',
-                        lambda: (1e9 * (free - taken * bool(replay.graphs)), 141e9))
+                        lambda: (1e9 * (memory[1] - memory[0] * bool(replay.graphs)), 141e9))
 
     def forward_backward(x, y, examples, n_targets):
         loss = model(x, y, n_targets=n_targets, examples=examples)
@@ -144,7 +145,10 @@ def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=r
             x, y = torch.randint(CONFIG.vocab_size, (2, 2, 16), generator=generator)
             odd = step == odd_step and micro_step in odd_ones
             examples = torch.arange(16).expand(2, 16) // 5 if odd else None
-            loss += replay(micro_step, x, y, examples, 90.0 if odd else 96.0)
+            if packed:
+                starts = torch.randint(5, (2, 16), generator=generator) == 0
+                examples, y[:, step:2 * step] = starts.long().cumsum(1), -1
+            loss += replay(micro_step, x, y, examples, 90.0 if odd else 96.0 - 2 * step * packed)
         losses.append(loss.item())
         with torch.no_grad():
             for p in model.parameters():
@@ -155,9 +159,9 @@ def trained(monkeypatch, on=True, fails=(), odd_step=None, wrap=None, odd_ones=r
     return torch.tensor(losses), [p.detach() for p in model.parameters()], said, captures.made
 
 
-@pytest.mark.parametrize('odd_step', [None, 0, 6])
-def test_replayed_steps_are_eager_steps(odd_step, monkeypatch):
-    expected, found = (trained(monkeypatch, on, odd_step=odd_step) for on in (False, True))
+@pytest.mark.parametrize('given', [{}, {'odd_step': 0}, {'odd_step': 6}, {'packed': True}])
+def test_replayed_steps_are_eager_steps(given, monkeypatch):
+    expected, found = (trained(monkeypatch, on, **given) for on in (False, True))
     assert expected[3] == 0 and found[3] == 2 + 2       # before forget() and after it
     for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
         assert same_bits(ours, theirs)
@@ -180,7 +184,7 @@ def test_ddp_launches_the_micro_step_in_which_it_reduces(taken, captures, monkey
         return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        expected, found = trained(monkeypatch, False), trained(monkeypatch, wrap=wrap, taken=taken)
+        expected, found = trained(monkeypatch, False), trained(monkeypatch, wrap=wrap, memory=(taken, 100))
     finally:
         torch.distributed.destroy_process_group()
     assert (found[3], len(found[2])) == (captures, captures == 1)
@@ -190,7 +194,7 @@ def test_ddp_launches_the_micro_step_in_which_it_reduces(taken, captures, monkey
 
 @pytest.mark.parametrize('free, taken, captures', [(0.06, 0, 0), (0.1, 0.05, 1), (0.1, 0.02, 2 + 2)])
 def test_a_full_gpu_captures_no_graph(free, taken, captures, monkeypatch):
-    expected, found = trained(monkeypatch, False), trained(monkeypatch, free=free, taken=taken)
+    expected, found = trained(monkeypatch, False), trained(monkeypatch, memory=(taken, free))
     assert (found[3], ['less than 64 MB' in line for line in found[2]]) == (captures, [True] * (captures < 2))
     for ours, theirs in zip((found[0], *found[1]), (expected[0], *expected[1])):
         assert same_bits(ours, theirs)

@@ -320,8 +320,8 @@ def test_what_a_run_replays_is_timed_as_replays(monkeypatch):
                                 ('', 2, 4), ('', 2, 1)):
         config = configure(str(ROOT / 'train_fp8.py'), words.split())
         run = runs.preview(config, torch.device('cuda'))
-        found.append(run.launched_share(ranks, steps))
-    assert found == [0, 1, 1, 1 / 4, 1]     # of several ranks, DDP reduces in the last micro-step
+        found.append(run.replays(ranks, steps))
+    assert found == [True, False, False, True, False]   # of several ranks, DDP reduces in the last micro-step
 
 
 def test_an_evaluation_alone_names_no_dtype_but_the_one_that_runs():
