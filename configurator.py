@@ -305,6 +305,8 @@ def config_values(path, known):
                     if name in known or not name.startswith('_') and not hasattr(value, '__name__')}
         import yaml
         values = yaml.load(pathlib.Path(path).read_text('utf-8'), yaml.BaseLoader) or {}
+        if not all(isinstance(text, str) for text in values.values()):
+            raise TypeError('the value of a setting is no list and no mapping')
         return {name: None if text.lower() in ('', '~', 'null') else text for name, text in values.items()}
     except (Exception, SystemExit) as error:    # the file's own, and PyYAML's
         what = ' '.join(str(error).split())

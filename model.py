@@ -586,9 +586,10 @@ class GPT(nn.Module):
 
     def head_nats(self, h, targets):
         """Return the sum of the targets' cross-entropies, of normed h (..., n_embd). A head that takes
-        targets computes them itself. The gradient includes the penalty's."""
+        targets computes them itself, unless a penalty wants the logits. The gradient includes the penalty's.
+        """
         vocab_size, padded = self.config.vocab_size, self.config.padded_vocab_size
-        if getattr(self.lm_head, 'takes_targets', False):
+        if self.penalty is None and getattr(self.lm_head, 'takes_targets', False):
             return self.lm_head(h, targets, vocab_size)
         # Not scores[..., :vocab_size]: torch.compile would load parts of rows of 50,304 2 bytes at a time. A
         # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.

@@ -43,7 +43,7 @@ class Run:
     config: the settings as a checkpoint keeps them, with vocabulary and architecture filled in; its
     block_size is the run's, model_config's the longest that the model reads. tokenizer: its identity.
     source, resumed, resume_path: as in Source. notes: lines for the log about replaced settings and shards
-    from elsewhere. data: what shards.check returns."""
+    from elsewhere. data: of each shard its tokens and crc32, see shards.check."""
     config: Config
     model_config: GPTConfig
     device: torch.device
@@ -64,26 +64,26 @@ class Run:
         source and dataset contradict each other, DataError for a damaged shard, MachineError for a tokenizer
         that cannot be loaded."""
         config, resumed = copy.copy(source.config), source.resumed
-        before, meta = resumed or source.model, dataset.meta
+        base, meta = resumed or source.model, dataset.meta
         notes = replace_requests(config, device)
         tokenizer = meta.get('tokenizer') or identity(config['tokenizer'])
-        model_config = architecture(config, vocabulary(config, dataset, before), before)
-        contents = {}
+        model_config = architecture(config, vocabulary(config, dataset, base), base)
+        checked_shards = {}
         if trains:
-            notes += check_data(config, dataset, tokenizer, before)
-            contents = once_a_node(shards.check, dataset, model_config.vocab_size)      # reads each shard
+            notes += check_data(config, dataset, tokenizer, base)
+            checked_shards = once_a_node(shards.check, dataset, model_config.vocab_size)
         if trains and not resumed:
             check_adapters(config)
         config.update(
             dataclasses.asdict(model_config),
-            block_size=window(config, model_config, before),
+            block_size=window(config, model_config, base),
             system=meta.get('system', ''),
             is_plain=meta.get('template') == sft.PLAIN,
             run_name=config['run_name'] or config.stem or 'gpt',
         )
         compiled = {'on': True, 'off': False}.get(config['compile_model'], device.type == 'cuda')
         run = cls(config, model_config, device, dataset, tokenizer, compiled=compiled, source=source.model,
-                  resumed=resumed, resume_path=source.resume_path, notes=notes, data=contents)
+                  resumed=resumed, resume_path=source.resume_path, notes=notes, data=checked_shards)
         if resumed:
             fit_to_data(run)
         return run
@@ -191,18 +191,18 @@ class Run:
         config = self.config
         lines = [f'data      {self.folder}: {train.tokens:,} training tokens, '
                  f'{val.tokens:,} for validation']
-        before = self.resumed
-        if before:
-            precision = before['precision']['name']
-            lines.append(f'resumed   {self.resume_path} at step {before["step"]}, in {precision} until now')
+        resumed = self.resumed
+        if resumed:
+            precision = resumed['precision']['name']
+            lines.append(f'resumed   {self.resume_path} at step {resumed["step"]}, in {precision} until now')
         lines += self.changes
         if config['eval_only']:
             return lines
-        size = before and before.get('tokens_per_step')
+        size = resumed and resumed.get('tokens_per_step')
         if size and size != length.tokens_per_step:
             lines.append(f'tokens a step: {size:,} in the checkpoint, now {length.tokens_per_step:,}')
-        if before and length.last_step != optim.OPEN:
-            lines.append(length.schedule.jump(before['step'], before.get('learning_rate')))
+        if resumed and length.last_step != optim.OPEN:
+            lines.append(length.schedule.jump(resumed['step'], resumed.get('learning_rate')))
         return [*lines, packing_line(train), batch_line(config, length, world_size),
                 length_line(self, length, train.tokens_per_epoch), length.cut, disk_line(self, model)]
 
@@ -253,9 +253,9 @@ def over_checkpoint(config, resumed, path):
                            f'--init_from={path} starts a new run with its weights')
     config = config.over(resumed['config'], NEVER_INHERITED)
     for name in KEPT_BY_RESUME:
-        before = config.saved.get(name, config.defaults[name])      # as this version calls it
-        if config[name] != before:
-            raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={before}: leave it '
+        saved = config.saved.get(name, config.defaults[name])       # as this version calls it
+        if config[name] != saved:
+            raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={saved}: leave it '
                                f'out, or start anew from its weights, --init_from={path} {ELSEWHERE}')
     config['batch_size'] = config['batch_size'] or config.saved.get('batch_size', 0)    # a search's
     return config
@@ -264,32 +264,34 @@ def over_checkpoint(config, resumed, path):
 def check_same_data(config, path):
     """Raise SettingError where a resume by name would train the run at `path` on another dataset: one that a
     config file names, or the script's default, and nobody typed."""
-    names = {'dataset', 'split_name', 'tokenizer'} & config.saved.keys() - config.typed.keys()
-    before = shards.dataset_dir(config | {name: config.saved[name] for name in names})
-    now = shards.dataset_dir(config)
-    if config['resume'] in BY_NAME and before != now:
-        raise SettingError(f'{path} is of a run on {before}, not {now}: {ELSEWHERE} trains elsewhere; typed, '
-                           '--dataset, --split_name and --tokenizer take that run on to other data')
+    untyped = {'dataset', 'split_name', 'tokenizer'} & config.saved.keys() - config.typed.keys()
+    trained_on = shards.dataset_dir(config | {name: config.saved[name] for name in untyped})
+    asked_for = shards.dataset_dir(config)
+    if config['resume'] in BY_NAME and trained_on != asked_for:
+        raise SettingError(f'{path} is of a run on {trained_on}, not {asked_for}: {ELSEWHERE} trains '
+                           'elsewhere; typed, --dataset, --split_name and --tokenizer take that run on to '
+                           'other data')
 
 
 def check_adapters(config):
     """Raise SettingError where adapters' settings were typed, and a rank neither typed nor given, and where
     overwrite would remove the model that adapters need."""
-    typed, base = config.typed.keys(), files.checkpoint_of(config['init_from'])
+    typed, model_path = config.typed.keys(), files.checkpoint_of(config['init_from'])
     if not config['lora_rank']:
         if 'lora_rank' not in typed and {'lora_alpha', 'lora_targets'} & typed:
             raise SettingError('lora_alpha and lora_targets are of adapters: type --lora_rank, too')
-    elif config['overwrite'] and os.path.isfile(base) and files.is_in(config['checkpoint_dir'], base):
-        raise SettingError(f'overwrite would remove {base}, which adapters need: {ELSEWHERE}')
+    elif (config['overwrite'] and os.path.isfile(model_path)
+            and files.is_in(config['checkpoint_dir'], model_path)):
+        raise SettingError(f'overwrite would remove {model_path}, which adapters need: {ELSEWHERE}')
 
 
 def fit_to_data(run):
     """Count the position of the checkpoint that a run resumes from in windows of the data that is there, and
     drop a best loss that was measured otherwise. Notes say so."""
     resumed, block_size = run.resumed, run.config['block_size']
-    before = resumed['config'].get('block_size', block_size)
-    if before != block_size:    # its FP8 scales are of gradients over other numbers of tokens
-        resumed['position'] = resumed['position'] * before // block_size
+    saved_size = resumed['config'].get('block_size', block_size)
+    if saved_size != block_size:    # its FP8 scales are of gradients over other numbers of tokens
+        resumed['position'] = resumed['position'] * saved_size // block_size
         resumed['fp8_state'] = None
     if resumed.get('measured_on') not in (None, run.measured_on):
         resumed['best_val_loss'] = None
@@ -325,57 +327,57 @@ def dataset_if_any(config):
         return shards.Dataset(None, {})
 
 
-def check_data(config, dataset, tokenizer, before):
+def check_data(config, dataset, tokenizer, base):
     """Raise SettingError where the dataset does not fit the model. Return a line, in a list, where it has no
-    meta.json. before: the checkpoint or Hugging Face model that the run starts from, or None. One that came
+    meta.json. base: the checkpoint or Hugging Face model that the run starts from, or None. One that came
     without a tokenizer fits any."""
     folder, meta = dataset
     template = meta.get('template')
-    made = 'plain' if template == sft.PLAIN else template and 'chat'
-    if config['template'] not in ('auto', made):
+    prepared_by = 'plain' if template == sft.PLAIN else template and 'chat'
+    if config['template'] not in ('auto', prepared_by):
         raise SettingError(f'{folder} was prepared by another template, or as texts: leave out --template, '
                            'or prepare it again with --overwrite')
     typed = config.typed.get('tokenizer')
     # one of the hub is not fetched for this
     if typed and (typed in TOKENIZERS or os.path.isdir(typed)) and identity(typed) != tokenizer:
         raise SettingError(f'{folder} is tokenized with {tokenizer}, not {typed}: leave out --tokenizer')
-    if before and before['tokenizer'] not in (tokenizer, ''):
+    if base and base['tokenizer'] not in (tokenizer, ''):
         raise SettingError(f'{folder} is tokenized with {tokenizer}, '
-                           f'the checkpoint with {before["tokenizer"]}')
+                           f'the checkpoint with {base["tokenizer"]}')
     nobody_named_a_model = config['init_from'] == 'scratch' and 'init_from' not in config.given
-    if nobody_named_a_model and not before and any(map(shards.is_mask, os.listdir(folder))):
+    if nobody_named_a_model and not base and any(map(shards.is_mask, os.listdir(folder))):
         raise SettingError(f'{folder} has examples to fine-tune on, and init_from names no model: type '
                            '--init_from=MODEL, or --init_from=scratch for random weights')
     return [] if meta else [f'WARNING: {folder} has no meta.json: its shards are taken for {tokenizer} '
                             'tokens, by their headers and sizes alone']
 
 
-def vocabulary(config, dataset, before):
-    """Return the model's number of tokens: before's, plan.py's setting, the dataset's or the tokenizer's. A
+def vocabulary(config, dataset, base):
+    """Return the model's number of tokens: base's, plan.py's setting, the dataset's or the tokenizer's. A
     token that the model lacks and no text has is no matter: shards.check sees those that the dataset has."""
-    size = before['model_config']['vocab_size'] if before else config.get('vocab_size')
+    size = base['model_config']['vocab_size'] if base else config.get('vocab_size')
     size = size or dataset.meta.get('vocab_size')
     if not size and not dataset.folder and config['tokenizer'] == 'gpt2':
         size = GPTConfig.vocab_size     # known without its files
     return size or get_tokenizer(config['tokenizer']).vocab_size
 
 
-def architecture(config, vocab_size, before):
-    """Return the GPTConfig: that of before (as in check_data), else the preset's and the settings'. Raises
-    SettingError where a given setting contradicts before's: 0, which stands for 'derived', does not."""
+def architecture(config, vocab_size, base):
+    """Return the GPTConfig: that of `base` (see check_data), else the preset's and the settings'. Raises
+    SettingError where a given setting contradicts base's: 0, which stands for 'derived', does not."""
     names = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     fields = {name: config[name] for name in names}
     given = {name: config[name] for name in names if name in config.files | config.typed}
-    if before:
-        fixed = GPTConfig(**before['model_config'])
-        free = 'block_size' if fixed.position == 'rope' else ''     # see window
+    if base:
+        base_config = GPTConfig(**base['model_config'])
+        may_differ = 'block_size' if base_config.position == 'rope' else ''     # see window
         for name, value in given.items():
-            wanted = getattr(fixed, name)
+            base_value = getattr(base_config, name)
             derived = name == 'ffn_dim' and not value
-            if value != wanted and not derived and name != free:
-                raise SettingError(f'{name}={value}, but the checkpoint has {name}={wanted}: '
+            if value != base_value and not derived and name != may_differ:
+                raise SettingError(f'{name}={value}, but the checkpoint has {name}={base_value}: '
                                    f'leave it out, or start a run of another model, {ELSEWHERE}')
-        return fixed
+        return base_config
     if config['init_from'] in PRESETS:
         fields = dataclasses.asdict(PRESETS[config['init_from']])
     if 'n_embd' in given:       # 0 = derived anew
@@ -385,19 +387,19 @@ def architecture(config, vocab_size, before):
     return GPTConfig(**fields | given | {'vocab_size': vocab_size})
 
 
-def window(config, model_config, before):
-    """Return block_size as it runs, in tokens: the setting, or else what before's run read, or the default.
+def window(config, model_config, base):
+    """Return block_size as it runs, in tokens: the setting, or else what base's run read, or the default.
     Learned positions are all trained, of a model with RoPE any part. Raises SettingError where that is longer
     than the model reads."""
-    longest, asked = model_config.block_size, config['block_size']
+    longest, wanted = model_config.block_size, config['block_size']
     if model_config.position == 'learned':
         return longest
     if 'block_size' not in config.given:
-        saved = before['config'] if before else {}
-        return min(saved.get('block_size', asked), longest)
-    if asked > longest:
-        raise SettingError(f'block_size={asked}, but the model reads {longest} tokens at most')
-    return asked
+        saved = base['config'] if base else {}
+        return min(saved.get('block_size', wanted), longest)
+    if wanted > longest:
+        raise SettingError(f'block_size={wanted}, but the model reads {longest} tokens at most')
+    return wanted
 
 
 def tokens_per_epoch(run):
@@ -426,19 +428,21 @@ class Length:
     cut: str
 
     @classmethod
-    def of(cls, config, world_size, tokens_per_epoch, before=None):
-        """Return the Length of a run whose batch_size is known. before: the checkpoint that it resumes from,
-        whose tokens count, whatever a step was then. Set warmup_steps and decay_share to what fits
-        the run, where nobody typed them, and eval_freq to an epoch, or 10 steps, where nobody chose it.
-        Raises SettingError where a target does not divide, or the end is passed already."""
+    def of(cls, config, world_size, tokens_per_epoch, resumed=None):
+        """Return the Length of a run whose batch_size is known. resumed: the checkpoint that it resumes from,
+        whose tokens count, whatever a step was then. tokens_per_epoch: 0 where it does not matter.
+
+        The settings get a warmup_steps that fits the run, where nobody typed one, and an eval_freq of at most
+        an epoch, or 10 steps if an epoch is shorter, where nobody chose one. Raises
+        SettingError where a target does not divide, or the end is passed already."""
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
-        before = before or NOTHING_SEEN
-        last_step, ended_by = find_end(config, tokens, tokens_per_epoch, before)
-        done, seen = before['step'], before['tokens']
+        resumed = resumed or NOTHING_SEEN
+        last_step, ended_by = find_end(config, tokens, tokens_per_epoch, resumed)
+        done, seen = resumed['step'], resumed['tokens']
         hours = config['max_hours']     # a run that this same limit ended may be a little past it
-        passed = 0 < hours < before.get('hours', 0) and hours != config.saved.get('max_hours')
+        passed = 0 < hours < resumed.get('hours', 0) and hours != config.saved.get('max_hours')
         if (done > last_step or passed) and not config['eval_only']:
             raise SettingError(f'{ended_by} is passed already: the run is at step {done:,}, with {seen:,} '
                                'tokens; give more, or take what is there')
@@ -458,39 +462,39 @@ def micro_steps(config, batch_size, world_size):
     total_batch_size tokens or target_effective_batch_size sequences. Raises SettingError, with the nearest
     that divides, where a target does not divide, and where two of the three disagree."""
     block_size, accumulation = config['block_size'], config['gradient_accumulation_steps']
-    of_sequences = config['target_effective_batch_size'] * block_size
-    target = config['total_batch_size'] or of_sequences     # tokens of a step
+    by_sequences = config['target_effective_batch_size'] * block_size
+    target = config['total_batch_size'] or by_sequences     # tokens of a step
     if not target:
         return accumulation or 1
-    micro = batch_size * block_size * world_size    # tokens of a micro-step
-    steps = target // micro
-    if of_sequences not in (0, target) or accumulation not in (0, steps):
+    micro_tokens = batch_size * block_size * world_size     # of a micro-step of all ranks
+    steps = target // micro_tokens
+    if by_sequences not in (0, target) or accumulation not in (0, steps):
         raise SettingError(f'a step of {target:,} tokens is {target / block_size:g} sequences, in {steps} '
                            'micro-steps: give one of total_batch_size, target_effective_batch_size and '
                            'gradient_accumulation_steps')
-    if target % micro:
-        nearest = max(1, round(target / micro)) * micro
-        raise SettingError(f'a step of {target:,} tokens is no multiple of {micro:,} (batch_size '
+    if target % micro_tokens:
+        nearest = max(1, round(target / micro_tokens)) * micro_tokens
+        raise SettingError(f'a step of {target:,} tokens is no multiple of {micro_tokens:,} (batch_size '
                            f'{batch_size} x block_size {block_size} x {world_size} ranks); the nearest is '
                            f'--total_batch_size={nearest}, {nearest // block_size} sequences')
     return steps
 
 
-def find_end(config, tokens_per_step, tokens_per_epoch, before=NOTHING_SEEN):
+def find_end(config, tokens_per_step, tokens_per_epoch, resumed=NOTHING_SEEN):
     """Return (the last step, the limits that end the run). The first limit reached does; none set is one
     epoch. Under max_hours the steps are not known beforehand: alone, it leaves the last step optim.OPEN.
-    before: see Length.of. Raises SettingError for max_tokens that are less than a step's."""
+    resumed: see Length.of. Raises SettingError for max_tokens that are less than a step's."""
     limits = {name: config[name] for name in LIMITS if config[name]} or {'num_epochs': 1}
     max_tokens, epochs = config['max_tokens'], fractions.Fraction(str(limits.get('num_epochs', 0)))
     if 0 < max_tokens < tokens_per_step:
         raise SettingError(f'max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens: give '
                            'more, or smaller steps')
-    of_data = before['position'] * config['block_size']     # tokens of this dataset that were read
-    of_epochs = epochs * tokens_per_epoch - of_data
+    tokens_read = resumed['position'] * config['block_size']    # of this dataset
+    tokens_left = epochs * tokens_per_epoch - tokens_read
     ends = {
         'max_steps': config['max_steps'],
-        'max_tokens': before['step'] + (max_tokens - before['tokens']) // tokens_per_step,
-        'num_epochs': max(1, before['step'] + math.ceil(of_epochs / tokens_per_step)),
+        'max_tokens': resumed['step'] + (max_tokens - resumed['tokens']) // tokens_per_step,
+        'num_epochs': max(1, resumed['step'] + math.ceil(tokens_left / tokens_per_step)),
         'max_hours': optim.OPEN,
     }
     first = min(limits, key=ends.get)

@@ -128,21 +128,21 @@ def message_of(entry):
         raise DataError(f'{entry!r:.40} is none of the messages of: {FORMS}')
     refuse_calls_and_flags(entry)
     entry = {name: value for name, value in entry.items() if value is not None}     # parquet's nulls
-    said = str(entry.pop('role', entry.pop('from', None))).lower()
-    if said not in ROLES:
-        raise DataError(f'{said!r:.40} is no role; those are {", ".join(ROLES)}')
+    role = str(entry.pop('role', entry.pop('from', None))).lower()
+    if role not in ROLES:
+        raise DataError(f'{role!r:.40} is no role; those are {", ".join(ROLES)}')
     content = entry.pop('content', entry.pop('value', None))
-    if content is None and said not in ('assistant', 'gpt'):
+    if content is None and role not in ('assistant', 'gpt'):
         raise DataError('one of its messages has no content')
     if entry.get('weight', 1) not in (0, 1):
         raise DataError(f'it has weight={entry["weight"]!r:.40}, which is neither 0 nor 1')
-    return {**entry, 'role': ROLES[said], 'content': as_text(content)}
+    return {**entry, 'role': ROLES[role], 'content': as_text(content)}
 
 
 # ------------------------------------------------------------------------------- messages -> tokens
 
 class Examples:
-    """Make examples of conversations. template: as from choose_template. began: the time that a template may
+    """Makes examples of conversations. template: as from choose_template. began: the time that a template may
     write, in seconds since 1970; a restart passes the same, so that the shards have the same bytes. columns:
     of the rows, one of COLUMNS.
 
@@ -156,6 +156,8 @@ class Examples:
         written     [(14, 15)]                      the words of each answer to be learned: c
         learned     [(14, 15, 19)]                  its beginning, the end of its words, the end of its turn
         mask        targets are the tokens within, c and </s>
+        header      A:                              what the template writes before each answer
+        opening     A:                              the header's first special token, or all of it without one
     """
 
     def __init__(self, tokenizer, template, began, columns=('messages',)):
@@ -181,9 +183,9 @@ class Examples:
         return self.document(conversation(row, self.columns))
 
     def document(self, messages):
-        """Return (ids and mask (n, 2); the bytes whose hash decides the split; counts; the system message or
-        '') of an example; None where no word of the assistant is to be learned. `counts` has the targets and
-        their UTF-8 bytes; `notes`: what is to be said of the row; `text`: words that the ids decode to.
+        """Return (ids and mask (n, 2), uint32; the bytes whose hash decides the split; counts; the system
+        message or '') of an example; None where no word of the assistant is to be learned. `counts` has the
+        targets and their UTF-8 bytes; `notes`: what is to be said of the row; `text`: what the ids decode to.
 
         The split depends on all messages but the assistant's, so all answers to the same questions are in the
         same split; where nothing is asked, on all. Raises DataError for messages that cannot be used."""
@@ -207,12 +209,12 @@ class Examples:
         """Return (ids, mask, bytes of the targets, notes, text). Prompt and completion are tokenized each by
         itself, so that a prompt has the same ids as in a generation."""
         *system, prompt, completion = [message['content'] for message in messages]
-        before = '\n\n'.join([*system, PLAIN.format(prompt=prompt, completion='')])
-        known = [*self.tokenizer.opening, *self.tokenizer.encode(before)]
-        answer = [*self.tokenizer.encode(completion), self.tokenizer.eot]
-        mask = np.repeat([0, TARGET], [len(known), len(answer)])
-        text, n_bytes = before + completion, len(completion.encode('utf-8', 'replace'))
-        return np.array([*known, *answer]), mask, n_bytes, special_in(text, self.tokenizer), text
+        asked = '\n\n'.join([*system, PLAIN.format(prompt=prompt, completion='')])
+        prompt_ids = [*self.tokenizer.opening, *self.tokenizer.encode(asked)]
+        answer_ids = [*self.tokenizer.encode(completion), self.tokenizer.eot]
+        mask = np.repeat([0, TARGET], [len(prompt_ids), len(answer_ids)])
+        text, n_bytes = asked + completion, len(completion.encode('utf-8', 'replace'))
+        return np.array([*prompt_ids, *answer_ids]), mask, n_bytes, special_in(text, self.tokenizer), text
 
     def _chat(self, messages):
         """Return (ids, mask, bytes of the targets, notes, text without special tokens)."""
@@ -242,13 +244,13 @@ class Examples:
         have some). learned: as from _answers. An answer is learned as it is, or its words that the template
         marks as generated, the last of them to the end of the turn."""
         mask, n_bytes, n_marked = np.zeros(len(offsets), int), 0, 0
-        for start, end, last in learned:
+        for start, end, turn_end in learned:
             spans = [(start, end)]
             if self.marks_answers:
                 spans = [(max(start, first), min(end, to)) for first, to in generated]
                 spans = [span for span in spans if clean[slice(*span)].strip()]
             if spans:
-                spans[-1] = spans[-1][0], last
+                spans[-1] = spans[-1][0], turn_end
                 n_marked += 1
             for start, end in spans:
                 chosen = (offsets[:, 1] > start) & (offsets[:, 0] < end)
@@ -300,17 +302,17 @@ class Examples:
                 message = marked_answer(message, f'{WORDS}{wanted[-1]}{WORDS}', WORDS)
             marked.append(message | {'content': pattern.sub(rf'{TEXT}\g<0>{TEXT}', message['content'])})
         shape, _ = self._rendered(marked, prompt)
-        parts = shape.split(WORDS)
-        numbers = parts[1::3]
-        del parts[1::3]     # a text, the words of an answer, a text, ...
-        pieces = ''.join(parts).split(TEXT)
+        texts = shape.split(WORDS)
+        numbers = texts[1::3]
+        del texts[1::3]     # a text, the words of an answer, a text, ...
+        pieces = ''.join(texts).split(TEXT)
         if ''.join(pieces) != whole or not all(map(self.special.fullmatch, pieces[1::2])):
             raise DataError('the chat template takes an answer or the text of a special token apart')
-        if len(parts) != 2 * len(numbers) + 1 or {*numbers} != {*wanted}:
+        if len(texts) != 2 * len(numbers) + 1 or {*numbers} != {*wanted}:
             raise DataError('the chat template does not write all answers of the assistant')
-        ends = [*itertools.accumulate(len(part.replace(TEXT, '')) for part in parts)]
-        places = [2 * numbers.index(i) for i in wanted]     # a result may have the name of its call, too
-        return pieces, [(ends[place], ends[place + 1]) for place in places], generated
+        ends = [*itertools.accumulate(len(text.replace(TEXT, '')) for text in texts)]
+        indices = [2 * numbers.index(i) for i in wanted]    # where the template writes an answer first
+        return pieces, [(ends[index], ends[index + 1]) for index in indices], generated
 
     def _tokenized(self, pieces):
         """Return (ids (n,), the characters of each (n, 2)) of a text in pieces, as from _pieces."""
@@ -327,7 +329,7 @@ class Examples:
         answer whose thoughts the template removes is learned only where it removes those of all, and one with
         a thought, or without, only where the last one has one, too."""
         whole, clean, generated = texts
-        full, bare, before = [], [], 0
+        full, bare, earlier_end = [], [], 0
         last_words = '' if is_target(messages[-1]) else messages[-1]['content'].strip()
         after = whole.rfind(last_words, written[-1][1])
         limits = [*(start for start, _ in written[1:]), after if after >= 0 else len(whole)]
@@ -335,28 +337,28 @@ class Examples:
             # to the stop, if the template writes one, or to the end of what it marks and of the text's blanks
             stop = self.marks.search(clean, end, limit)
             if stop and self.tokenizer.library.token_to_id(stop[0]) in self.tokenizer.stops:
-                last = stop.end()
+                turn_end = stop.end()
             else:
-                stop, last = None, max([end, *(to for first, to in generated if first < end)])
-                last = last if whole[last:].strip() else len(whole)
+                turn_end = max([end, *(to for first, to in generated if first < end)])
+                turn_end = turn_end if whole[turn_end:].strip() else len(whole)
             content = message['content'].strip()
-            if content and whole.endswith(content, before, end):      # with its thoughts
+            if content and whole.endswith(content, earlier_end, end):   # with its thoughts
                 start = end - len(content)
-            begin = self._beginning(clean, before, start)
+            begin = self._beginning(clean, earlier_end, start)
             text = whole[begin:end]
             # some templates write an empty thought, or a word, before the last answer alone
             first_words = THOUGHT in text or whole[begin:start].strip()
-            (bare if lacks_thought(message, text) else full).append(((begin, end, last), first_words))
-            before = end
+            (bare if lacks_thought(message, text) else full).append(((begin, end, turn_end), first_words))
+            earlier_end = end
         learned = full or bare
         return [answer for answer, first_words in learned if first_words == learned[-1][1]]
 
-    def _beginning(self, clean, before, start):
+    def _beginning(self, clean, earlier_end, start):
         """Return where an answer begins in `clean`, whose words begin at `start`: behind the header, which is
-        behind `before`. A header may go on, as by <think> or a date, where the text has a line end."""
+        behind `earlier_end`. A header may go on, as by <think> or a date, where the text has a line end."""
         if not self.header:
-            return before + len(clean[before:start].rstrip(' '))
-        begin = clean.rfind(self.opening, before, start)
+            return earlier_end + len(clean[earlier_end:start].rstrip(' '))
+        begin = clean.rfind(self.opening, earlier_end, start)
         if begin < 0:
             return start
         shared = os.path.commonprefix([self.header, clean[begin:start]])
@@ -366,10 +368,10 @@ class Examples:
 
 def special_in(text, tokenizer):
     """Return what is to be said of a text without a template, which may hold the text of a special token."""
-    found = tokenizer.marks.search(text)
-    remedy = ': a chat is to be in `messages`' * bool(found)
-    found = found or tokenizer.special.search(text)
-    return [f'hold the text {found[0]}, which is taken as text{remedy}'] if found else []
+    match = tokenizer.marks.search(text)
+    remedy = ': a chat is to be in `messages`' * bool(match)
+    match = match or tokenizer.special.search(text)
+    return [f'hold the text {match[0]}, which is taken as text{remedy}'] if match else []
 
 
 def is_target(message):
@@ -406,8 +408,9 @@ def marked_answer(message, begin, end):
 # ------------------------------------------------------------------------------- before a run
 
 def ready(config):
-    """Return the settings of a run. One that starts from a checkpoint takes the tokenizer beside it; a new
-    one has its examples prepared; a resumed one has them all. Ends the process where preparing fails."""
+    """Prepare the examples that a run fine-tunes on, and return its settings. A run that starts from a
+    checkpoint takes the tokenizer beside it; one that resumes has its examples already. Ends the process
+    where preparing fails."""
     resume, checkpoints = config['resume'], glob.glob('*.pt', root_dir=config['checkpoint_dir'])
     if not resume or resume == 'auto' and not checkpoints:
         path = files.checkpoint_of(config['init_from'])

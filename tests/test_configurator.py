@@ -98,7 +98,7 @@ IN_FILES = {
     'def rate(step): return 1 / step': 'x.py: rate wants a number > 0, not <function rate',
     'directory = ["a"]': r"x.py: directory wants a name or a path, not \['a'",
     '- 1\n- 2': 'x.yaml is no config file',
-    'name: {first: 1}': 'x.yaml is no config file',
+    'name: {first: 1}': r'x.yaml is no config file \(TypeError\): the value of a setting is no list',
     'rate: 1\n---\nsteps: 2': 'x.yaml is no config file',
     'name: ' + '[' * 1000: 'x.yaml is no config file',
 }

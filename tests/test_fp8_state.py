@@ -95,9 +95,6 @@ def test_a_weight_of_zeros_and_a_layer_without_tokens_train():
     model(200 * ONES).sum().backward()
     state.after_step()
     assert torch.equal(saved['history'], before), 'as it was when it was taken'
-    saved['scale'][:] = 0
-    state.load(saved)
-    assert linear.scale.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_last_layer_of_zeros_starts_all_layers_at_once():
@@ -166,16 +163,15 @@ def test_a_layer_that_rests_longer_than_the_history_keeps_its_scale():
 
 
 def test_a_state_that_does_not_fit_is_calibrated_anew():
-    """Of another divisor or history, or damaged. Other recipes have no state."""
+    """Of another divisor or history, or by scales that would lose all values. Other recipes have no state."""
     layer, linear, state = delayed_layer(amax_history=2)
     state.load(None, divisor=4)
     state.calibrate(lambda: layer(ONES).sum().backward())
     saved, wrong = state.state_dict(), []
-    nan, endless = torch.full((1, 3), torch.nan), torch.full((2, 1, 3), torch.inf)
+    nan, zero = torch.full((1, 3), torch.nan), torch.zeros(1, 3)
     for change, fits in (
             ({}, True), ({'divisor': 8}, False), ({'history': torch.zeros(4, 1, 3)}, False),
-            ({'scale': -torch.ones(1, 3)}, False), ({'scale': nan}, False), ({'scale': [1]}, False),
-            ({'history': endless}, False), ({'steps': 'a word'}, False), ({'layers': None}, False)):
+            ({'scale': nan}, False), ({'scale': zero}, False), ({'scale': 1 / zero}, False)):
         layer, other, fresh = delayed_layer(amax_history=2)
         layer(ONES * 100)   # as a search for the batch size does, before load
         fresh.load({**saved, **change}, divisor=4)

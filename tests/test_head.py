@@ -13,7 +13,7 @@ from fp8gpt.fp8.head import Fp8Head
 from fp8gpt.fp8.linear import scaled_mm
 from fp8_models import EMULATE, NATIVE, build, gradients, tokens
 from helpers import random, relative
-from model import GPTConfig
+from model import GPTConfig, Penalty
 
 M, C, V, WORDS = 64, 32, 128, 100       # V - WORDS columns pad the vocabulary
 PADDED = GPTConfig(vocab_size=50, block_size=64, n_layer=2, n_head=2, n_embd=128)
@@ -98,6 +98,14 @@ def test_tokens_in_no_multiple_of_16_are_bf16s():
     assert torch.equal(gradients(model, batch), gradients(plain, batch))
     model.loss_chunks = 2
     assert 0 < relative(gradients(model, batch), gradients(plain, batch)) < 0.12
+
+
+def test_a_penalty_is_not_lost_where_the_head_keeps_no_logits():
+    """As one that a setting of another name asks for, which no choice of FP8 knows."""
+    model, *_ = build(with_head(), config=PADDED)
+    model.penalty = Penalty(0.3)
+    model(*(t % 50 for t in tokens()))
+    assert model.penalty.total > 0
 
 
 def test_health_looks_at_what_the_head_casts_and_which_backends_have_one():

@@ -329,7 +329,7 @@ def test_a_bare_linear_and_one_without_memory():
     assert fp8.summary(linear, choice).startswith('FP8 Training Enabled: 1 of 1 linears, delayed (native)')
     x = torch.ones(16, 64, dtype=torch.bfloat16)
     assert torch.equal(linear(input=x), linear(x))
-    assert len(cast_health(linear, choice, lambda: linear(input=x).sum().backward())) == 3
+    assert len(cast_health(linear, choice, lambda: linear(x).sum().backward())) == 3
     with torch.device('meta'):
         model = stack()
     fp8.convert(model, choice)
@@ -443,10 +443,6 @@ def test_mistakes_with_a_model_are_refused_in_words():
     with pytest.raises(fp8.OptionError, match='^0 is in FP8 by another choice, tensorwise, hybrid, native'):
         fp8.State(model, on_a_cpu('native', 'delayed'))     # whose scales would be 1 for ever
     assert fp8.summary(stack(), choice) == 'FP8 Training Off: no linear was converted'
-    with pytest.raises(fp8.OptionError, match='choose takes fp8.Options'):
-        fp8.choose(fp8.Options(), 'cpu')
-    with pytest.raises(fp8.OptionError, match='what fp8.choose'):
-        fp8.convert(stack(), fp8.Options(backend='native'))
     pruned = nn.Parameter(torch.randn(32, 64))      # an nn.Linear goes by its weight, not by out_features
     model[3].weight, model[3].bias = pruned, None
     assert model(torch.randn(16, 64)).shape == (16, 32)

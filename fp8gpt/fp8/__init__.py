@@ -159,31 +159,30 @@ def choose(options, place):
     reason says why. Any other backend or recipe is an order: it runs, or choose raises OptionError (there is
     no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
     try te or mxfp8 first."""
-    if not (isinstance(options, Options) and isinstance(place, Place)):
-        raise OptionError('choose takes fp8.Options(...) and fp8.Place(device, tokens=...)')
     check_options(options)
-    request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
+    is_request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
     if first == 'off' or not options.use_fp8:
         return OFF
     if first == 'auto':     # torch.compile fuses native's casts; without it, te's kernels are fused
         first = 'native' if place.compiling else 'te'
-    backends = sorted(AUTO, key=lambda name: name != first) if request else [first]
+    backends = sorted(AUTO, key=lambda name: name != first) if is_request else [first]
     wanted, *others = reversed(options.recipe.split(':'))      # of 'auto:mxfp8', mxfp8 and then auto
-    problems, telling = {}, 'native' if request else first  # native wants no package: its problem tells most
-    for recipe, name in itertools.product([wanted, *others], backends):
-        choice = Choice.of(replace(options, recipe=recipe), name, place)
-        problem = problems[recipe, name] = problem_of(choice, place, request)
+    problems = {}       # (recipe, backend) -> why it does not run, in the order in which they are tried
+    for recipe, backend in itertools.product([wanted, *others], backends):
+        choice = Choice.of(replace(options, recipe=recipe), backend, place)
+        problem = problems[recipe, backend] = problem_of(choice, place, is_request)
         if problem is None:
             break
-    else:
-        problem = problems[recipe, telling]
+    reported = 'native' if is_request else first    # native wants no package: its problem tells most
+    if problem is not None:
+        problem = problems[recipe, reported]
         if options.orders:
             raise type(problem)(f'{options.orders}: {problem}')
         return replace(OFF, reason=str(problem))
-    missed = {first: problems[recipe, first], wanted: recipe != wanted and problems[wanted, telling]}
+    missed = {first: problems[recipe, first], wanted: recipe != wanted and problems[wanted, reported]}
     instead = ''.join(f', not {what}: {why}' for what, why in missed.items() if why)
     ordered = 'as ordered' + ', emulated by the CPU' * (place.device.type == 'cpu')
-    return replace(choice, reason='auto' if request else ordered, instead=instead)
+    return replace(choice, reason='auto' if is_request else ordered, instead=instead)
 
 
 def check_options(options):
@@ -199,35 +198,32 @@ def check_options(options):
         'amax_history': range(1, 2**31),
     }
     for field in fields(Options):
-        name, value, taken = field.name, getattr(options, field.name), allowed.get(field.name)
+        name, value, values = field.name, getattr(options, field.name), allowed.get(field.name)
         if type(value) is not field.type and (field.type, type(value)) != (float, int):
             raise OptionError(f'{name} is of type {field.type.__name__}, not {value!r}')
-        if taken and value not in taken:
-            numbers = isinstance(taken, range)
-            choices = f'from {taken[0]} to {taken[-1]}' if numbers else f'one of {", ".join(taken)}'
+        if values and value not in values:
+            numbers = isinstance(values, range)
+            choices = f'from {values[0]} to {values[-1]}' if numbers else f'one of {", ".join(values)}'
             raise OptionError(f'fp8_{name} is {choices}, not {value!r}')
-    if not all(isinstance(name, str) for name in options.keep):
-        raise OptionError(f'keep is a tuple of names, not {options.keep!r}')
     if not options.use_fp8 and options.backend in BACKENDS:
         raise OptionError(f'use_fp8 is off, but fp8_backend={options.backend} orders FP8: '
                           'leave one of them out')
 
 
-def problem_of(choice, place, request):
+def problem_of(choice, place, is_request):
     """Return why a choice does not run at this place: an OptionError, or a DeviceError where the machine
-    lacks something; None if it runs. request: whether `auto` tries its backend."""
+    lacks something; None if it runs. is_request: whether `auto` tries its backend."""
     backend, device = choice.implementation, place.device.type
-    if request and device != 'cuda':
+    if is_request and device != 'cuda':
         return DeviceError('there is no CUDA GPU, and a CPU only emulates FP8: --device=cpu '
                            '--fp8_backend=native asks for that by name')
     problem, refused = misfit(choice, place), backend.refuses(choice)
     if problem:
         return OptionError(problem)
     if refused or device not in backend.devices:
-        others = ' or '.join(name for name, other in BACKENDS.items() if device in other.devices
-                             and not (refused and other.refuses(choice)))
         what = refused or f'device={device}, only {", ".join(backend.devices)}'
-        hint = f'; --fp8_backend={others}' if others else ''
+        native = BACKENDS['native']
+        hint = '; --fp8_backend=native' * (device in native.devices and not native.refuses(choice))
         return (OptionError if refused else DeviceError)(f'{choice.backend} does not take {what}{hint}')
     lacking = backend.lacks(choice, place.device)
     return DeviceError(lacking) if lacking else None
@@ -313,16 +309,14 @@ def convert(model, choice):
     that is converted already is converted anew; with OFF, it is as it was. Raises OptionError if FP8 is on
     and no linear can be in FP8, and for a model whose linears a backend has replaced; torch, ValueError for
     lazy layers."""
-    if not isinstance(choice, Choice):
-        raise OptionError(f'convert takes what fp8.choose(options, place) returns, not {choice!r}')
     make_plain(model)
     outputs = output_layers(model)
     adopt = getattr(choice.implementation, 'adopt', None)
     ids = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            named = HEAD if name in outputs else name
-            reason = (why_bf16(choice, named, module.in_features, module.out_features)
+            head_or_name = HEAD if name in outputs else name
+            reason = (why_bf16(choice, head_or_name, module.in_features, module.out_features)
                       or why_not_converted(module) or not adopt and why_not_replaced(module, name, ids))
         elif matrices(module):
             reason = f'{type(module).__module__}.{type(module).__name__} is not nn.Linear itself'
@@ -332,11 +326,12 @@ def convert(model, choice):
             adopt(choice, module)
         elif not reason:
             with torch.random.fork_rng():       # its first weights go at once
-                new = make_linear(choice, module.in_features, module.out_features, module.bias is not None)
-            new = new.to(module.weight.device).train(module.training)
-            new._parameters |= module._parameters
-            model.set_submodule(name, new)
-            module = new
+                fp8_linear = make_linear(
+                    choice, module.in_features, module.out_features, module.bias is not None)
+            fp8_linear = fp8_linear.to(module.weight.device).train(module.training)
+            fp8_linear._parameters |= module._parameters
+            model.set_submodule(name, fp8_linear)
+            module = fp8_linear
         module.bf16_reason = reason or None
     if choice.on and not fp8_linears(model):
         raise OptionError(f'no linear became FP8: {bf16_summary(model) or "the model has no nn.Linear"}')
@@ -348,8 +343,8 @@ def make_plain(model):
     linears = fp8_linears(model).values()
     for module in linears:
         # convert made it, and since then it was not sharded, parametrized or wrapped by an offloading library
-        own = type(module) is getattr(module, 'made', None) and not {'plain', 'forward'} & vars(module).keys()
-        if not own or module.weight is None or module.sharded:
+        changed = type(module) is not getattr(module, 'made', None) or module.weight is None or module.sharded
+        if changed or {'plain', 'forward'} & vars(module).keys():
             raise OptionError('the model has FP8 linears already, which cannot be undone: convert a new one')
     for module in model.modules():
         vars(module).pop('bf16_reason', None)
@@ -363,9 +358,9 @@ def make_plain(model):
 
 def why_not_converted(module):
     """Return None if an nn.Linear can be an FP8 linear, else what forbids it, a clause."""
-    taken = [added for added in ADDED if hasattr(module, added)]
-    if taken:
-        return f'it has an attribute called {taken[0]!r} already'
+    clashes = [name for name in ADDED if hasattr(module, name)]
+    if clashes:
+        return f'it has an attribute called {clashes[0]!r} already'
     if 'forward' in vars(module):       # accelerate's, of weights that are elsewhere
         return 'its forward method was replaced'
     return None if module.weight.is_floating_point() else f'its weight is {module.weight.dtype}'
@@ -387,23 +382,23 @@ def output_layers(model):
     shares an embedding's weight, and each that is called like one. Outside numbered blocks or at the end,
     also each that is as wide as an embedding has rows, or as the model or its config has classes; outside, of
     an embedding with more rows than columns, since a table of classes may be as long as layers are wide."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    widths = {getattr(holder, name, None) for holder in (model, getattr(model, 'config', None))
-              for name in ('vocab_size', 'num_labels', 'num_classes')}
-    rows = {table.num_embeddings for table in tables}
-    widths |= {table.num_embeddings for table in tables if table.num_embeddings > table.embedding_dim}
-    own = getattr(model, 'get_output_embeddings', lambda: None)()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {getattr(holder, name, None) for holder in (model, getattr(model, 'config', None))
+             for name in ('vocab_size', 'num_labels', 'num_classes')}
+    rows = {each.num_embeddings for each in embeddings}
+    sizes |= {each.num_embeddings for each in embeddings if each.num_embeddings > each.embedding_dim}
+    declared = getattr(model, 'get_output_embeddings', lambda: None)()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = []
+    outputs = []
     for name, module in linears.items():
         words = [word for word in name.split('.') if not word.isdigit()]
-        outside = words == name.split('.')
-        if (module is own or any(module.weight is table.weight for table in tables)
-                or words and (words[-1] in HEADS or outside and words[-1] in LAST)
-                or outside and module.out_features in widths
-                or name == [*linears][-1] and module.out_features in widths | rows):
-            found.append(name)
-    return found
+        is_outside = words == name.split('.')       # of numbered blocks
+        if (module is declared or any(module.weight is each.weight for each in embeddings)
+                or words and (words[-1] in HEADS or is_outside and words[-1] in LAST)
+                or is_outside and module.out_features in sizes
+                or name == [*linears][-1] and module.out_features in sizes | rows):
+            outputs.append(name)
+    return outputs
 
 
 def checkpointer(choice):
@@ -414,9 +409,9 @@ def checkpointer(choice):
 def reasons(model):
     """Return name -> bf16_reason of the linears; None is FP8's. {}: the model was not converted."""
     late = 'added after fp8.convert'
-    found = {name: getattr(m, 'bf16_reason', late) for name, m in model.named_modules()
-             if hasattr(m, 'bf16_reason') or type(m) is nn.Linear}
-    return {} if {*found.values()} <= {late} else found
+    by_name = {name: getattr(m, 'bf16_reason', late) for name, m in model.named_modules()
+               if hasattr(m, 'bf16_reason') or type(m) is nn.Linear}
+    return {} if {*by_name.values()} <= {late} else by_name
 
 
 def fp8_linears(model):
@@ -435,8 +430,8 @@ def bf16_summary(model):
 
 def matrices(module):
     """Return the parameters by which a module multiplies: a matrix, or one for each expert."""
-    others = nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd
-    weights = () if isinstance(module, others) else module.parameters(recurse=False)
+    no_linears = nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd
+    weights = () if isinstance(module, no_linears) else module.parameters(recurse=False)
     return [p for p in weights if p.dim() == 2 or p.dim() == 3 and len(p) > 1]
 
 
@@ -450,25 +445,25 @@ def fp8_share(model):
 
 def summary(model, choice):
     """Return lines that say how many linears are in FP8, by which backend, and why the others are not."""
-    found, linears, others = reasons(model), fp8_linears(model), bf16_summary(model)
+    names, linears, in_bf16 = [*reasons(model)], fp8_linears(model), bf16_summary(model)
     if not (choice.on and linears):
-        return f'FP8 Training Off: {others or "no linear was converted" if choice.on else choice.reason}'
-    line = f'FP8 Training Enabled: {len(linears)} of {len(found)} linears, '
-    said = [getattr(module, 'about', choice.about) for module in linears.values()]
-    line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in said))
+        return f'FP8 Training Off: {in_bf16 or "no linear was converted" if choice.on else choice.reason}'
+    line = f'FP8 Training Enabled: {len(linears)} of {len(names)} linears, '
+    abouts = [getattr(module, 'about', choice.about) for module in linears.values()]
+    line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in abouts))
     line += choice.instead
-    plain = [name or 'the model' for name in found if name not in linears]
+    plain = [name or 'the model' for name in names if name not in linears]
     if plain:
         line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     if choice.options.sharded:
         gathered = sum(getattr(module, 'sharded', None) is not None for module in linears.values())
         line += f', {gathered} of {len(linears)} weights gathered in FP8'
         line += ' (tensorwise and delayed, in equal shards)' * (gathered < len(linears))
-    line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in said))
+    line += '\n          ' + ' and '.join(dict.fromkeys(format for _, format, _ in abouts))
     line += f', margin {choice.options.margin}' * bool(choice.options.margin)
     line += ', Triton kernels' * (choice.kernels == 'triton')
-    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {said[0][2]}: {choice.reason}'
-    line += f'\n          bf16: {others}' * bool(others)
+    line += f'; {fp8_share(model):.0%} of the linears\' FLOPs; {abouts[0][2]}: {choice.reason}'
+    line += f'\n          bf16: {in_bf16}' * bool(in_bf16)
     if not output_layers(model) and not choice.options.keep:
         line += '\n          no output layer was found: name yours in fp8.Options(keep=...)'
     return line
@@ -499,7 +494,7 @@ class WeightCache:
 
     def __init__(self, model, drop=False):
         self.linears = []
-        self.te = [module for module in model.modules() if 'cast_of' in vars(type(module))]
+        self.te_linears = [module for module in model.modules() if 'cast_of' in vars(type(module))]
         for linear in model.modules():
             if isinstance(linear, Fp8Linear) and linear.has_whole_weight():
                 if linear.weight.requires_grad or not drop:
@@ -529,7 +524,7 @@ class WeightCache:
         for linear in self.linears:
             for name in ('cast_of', *WEIGHT_CACHE):
                 setattr(linear, name, None)
-        for linear in self.te:
+        for linear in self.te_linears:
             linear.cast_of = () if self.caching else None   # () is no weight's
 
     def refresh(self, model, arguments):
@@ -566,7 +561,7 @@ def no_trace(model):
     as they were before. FP8's scales and casts are the caller's. Within it, nothing that was compiled runs,
     since it would call no hook that was added later."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    held = [(module, name, tensor, tensor.clone()) for module in model.modules()
+    kept = [(module, name, tensor, tensor.clone()) for module in model.modules()
             for name, tensor in {'amax': vars(module).get('amax'), **module._buffers}.items()
             if torch.is_tensor(tensor)]
     model.zero_grad()
@@ -582,7 +577,7 @@ def no_trace(model):
                 p.grad = gradient
                 if gradient is not None:    # DDP's bucket, which a pass through DDP fills again
                     gradient.copy_(before)
-            for module, name, tensor, before in held:
+            for module, name, tensor, before in kept:
                 setattr(module, name, tensor)
                 if not torch.equal(tensor, before):     # one that is not written may be expanded
                     tensor.copy_(before)
@@ -617,7 +612,7 @@ class State:
         for layer in self.layers.values():      # fully_shard and load_state_dict move the weight alone
             if next(layer.parameters(), layer.amax).device not in (layer.amax.device, torch.device('meta')):
                 layer.start(layer.arithmetic, layer.about)
-        shape = choice.options.amax_history, len(self.layers), 3
+        shape = choice.options.amax_history, len(self.layers), 3    # steps; of a layer: input, weight, grad
         self.history = torch.zeros(shape, dtype=torch.float32, device='cpu')    # until the first step
         choice.implementation.attach(model, choice)
         self.weight_cache = WeightCache(model, drop=choice.options.lora_rank > 0)
@@ -677,6 +672,7 @@ class State:
 
     @torch.no_grad()
     def _update_scales(self):
+        """Put the layers' amaxes into the history's row of this step, and make new scales if they are due."""
         amax, scales = torch.stack(self.tensors('amax')), self.tensors('scale')     # (layers, 3)
         if dist.is_initialized():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
@@ -685,13 +681,13 @@ class State:
         # a step whose amax is not finite is skipped, and counts as the step before it
         self.history[row] = amax.where(amax.isfinite(), self.history[row - 1])
         if self.steps % self.choice.options.interval == 0:
-            largest, before = self.history.amax(0), torch.stack(scales)
+            largest, old = self.history.amax(0), torch.stack(scales)
             # a scale of 1 is of a layer that never had an amax
-            largest = largest.where((largest > 0) | (before != 1), largest.amax(0))
+            largest = largest.where((largest > 0) | (old != 1), largest.amax(0))
             new = 1 / (largest * 2**self.choice.options.margin)
             for column, dtype in enumerate(FORMATS[self.choice.format]):
                 new[:, column] *= torch.finfo(dtype).max    # a number: a tensor's copy would wait for the GPU
-            new = new.clamp(max=LARGEST_SCALE).where(largest > 0, before)
+            new = new.clamp(max=LARGEST_SCALE).where(largest > 0, old)
             torch._foreach_copy_(scales, list(new.unbind()))
         self.steps += 1
 
@@ -703,23 +699,17 @@ class State:
                 'scale': torch.stack(self.tensors('scale')), 'divisor': self.divisor}
 
     def load(self, saved, divisor=1):
-        """Load a state_dict, or None, if its layers, history length and divisor are these and its numbers are
-        finite; else the state still needs its calibration. divisor: what a micro-step's loss is
+        """Load a state_dict, or None, if its layers, history length and divisor are these and its scales are
+        finite and above 0; else the state still needs its calibration. divisor: what a micro-step's loss is
         divided by; another number of ranks or micro-steps changes it, and the size of gradients."""
         self.divisor = divisor
         self.forget()
         if not self.layers or not saved:
             return
-        for name, expected in self.state_dict().items():
-            found = saved.get(name)
-            fits = type(found) is type(expected)
-            if fits and torch.is_tensor(found):
-                fits = found.shape == expected.shape and (found.isfinite() & (found >= 0)).all()
-            elif fits and name != 'steps':
-                fits = found == expected
-            if not fits:
-                return
-        self.history.copy_(saved['history'])
-        self.steps, self.needs_calibration = saved['steps'], False
-        # older files have 0 without an amax
-        torch._foreach_copy_(self.tensors('scale'), list(saved['scale'].where(saved['scale'] > 0, 1.0)))
+        expected, scale = self.state_dict(), saved['scale']
+        alike = [saved[name] == expected[name] for name in ('layers', 'divisor')]
+        if (all(alike) and saved['history'].shape == self.history.shape
+                and (scale > 0).all() and scale.isfinite().all()):
+            self.history.copy_(saved['history'])
+            self.steps, self.needs_calibration = saved['steps'], False
+            torch._foreach_copy_(self.tensors('scale'), list(scale))

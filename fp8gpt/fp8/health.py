@@ -54,7 +54,7 @@ def cast_health(model, choice, run):
     gradient, whose scale is fixed, has none.) run(): a forward and backward pass of the model, in FP8."""
     usual, rows = quantizers(choice.recipe, choice.format, choice.options.margin), {}
 
-    def watch(layer, module, arguments, named, y):
+    def watch(layer, module, arguments, y):
         kinds = module.arithmetic.quantizers if layer == HEAD else usual
         scale = getattr(module, 'scale', None)
 
@@ -63,7 +63,7 @@ def cast_health(model, choice, run):
                    **tensor_health(x, kinds[index], None if scale is None else scale[index])}
             rows[layer, index] = max(row, rows.get((layer, index), row), key=badness)
 
-        x = [*arguments, *named.values()][0]
+        x = arguments[0]
         if falls_back(x, RECIPES[choice.recipe].multiple):     # nothing was cast
             return
         look(INPUT, x)
@@ -79,7 +79,7 @@ def cast_health(model, choice, run):
         for name, module in fp8_linears(model).items():
             # first, before a hook that changes y, or FSDP2's, which drops the whole weight
             hooks.enter_context(module.register_forward_hook(
-                functools.partial(watch, name), prepend=True, with_kwargs=True))
+                functools.partial(watch, name), prepend=True))
         hooks.enter_context(no_trace(model))
         run()
     return [*rows.values()]
@@ -215,9 +215,9 @@ class Sample:
         """Return name -> median seconds of a forward and backward pass, of name -> fp8.Choice. All ranks call
         it, since a backend may reduce over them in every pass, and return rank 0's."""
         runs = {name: functools.partial(next, self.passes(choice)) for name, choice in choices.items()}
-        found = medians(runs, times=10 if self.inputs[0].is_cuda else 1)    # a pass takes about a millisecond
+        seconds = medians(runs, times=10 if self.inputs[0].is_cuda else 1)  # a pass takes about 1 ms
         torch._dynamo.reset()
-        return all_ranks(found)[0]
+        return all_ranks(seconds)[0]
 
     def passes(self, choice):
         """Yield after each of an endless row of micro-steps, in which weights are cast as often as in the
@@ -278,15 +278,15 @@ def self_check(sample, choice, orders=''):
         return replace(OFF, reason=problem), []
     if choice.options.lora_rank:
         return choice, []
-    trial = {'bf16': OFF, 'FP8': choice}
+    timed = {'bf16': OFF, 'FP8': choice}
     if choice.kernels == 'triton' and choice.recipe == 'tensorwise':
-        trial['--fp8_recipe=delayed'] = replace(choice, recipe='delayed')
-    times = sample.times(trial)
-    gains = {name: times['bf16'] / times[name] for name in [*trial][1:]}
-    said = ', '.join(f'{name} x{gain:.2f}' for name, gain in gains.items())
+        timed['--fp8_recipe=delayed'] = replace(choice, recipe='delayed')
+    times = sample.times(timed)
+    gains = {name: times['bf16'] / times[name] for name in [*timed][1:]}
+    measured = ', '.join(f'{name} x{gain:.2f}' for name, gain in gains.items())
     if gains['FP8'] <= 1 and not orders:
-        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({said})'), []
-    return choice, [f'speed     {said} over bf16, measured here on a few blocks']
+        return replace(OFF, reason=f'FP8 is not faster than bf16 here ({measured})'), []
+    return choice, [f'speed     {measured} over bf16, measured here on a few blocks']
 
 
 # ------------------------------------------------------------------------------------------------- the clock
@@ -300,11 +300,11 @@ def medians(runs, rounds=7, warmup=3, times=1):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    taken = {name: [] for name in runs}
+    seconds = {name: [] for name in runs}
     for turn in range(warmup + rounds):
         for name in list(runs)[::1 if turn % 2 else -1]:
             start = now()
             for _ in range(times):
                 runs[name]()
-            taken[name].append((now() - start) / times)
-    return {name: statistics.median(values[warmup:]) for name, values in taken.items()}
+            seconds[name].append((now() - start) / times)
+    return {name: statistics.median(values[warmup:]) for name, values in seconds.items()}

@@ -1,9 +1,9 @@
 """Gathers the weights that FSDP2 shards in FP8: a byte a weight, with one scale for all ranks' shards.
 
 FSDP2 asks a rank's shard, a plain tensor, what is to be gathered (its fsdp_pre_all_gather), and hands over
-what arrives (fsdp_post_all_gather). Here a ShardedWeight answers. Optimizer, checkpoint and clipping see the
-DTensor that they see without FP8. What arrives is a linear's WEIGHT_CACHE, as of a frozen weight: W alone, of
-which backward makes W^T when it has been gathered again.
+what arrives (fsdp_post_all_gather). Here these hooks are a ShardedWeight's `sent` and `received`. Optimizer,
+checkpoint and clipping see the DTensor that they see without FP8. What arrives is a linear's WEIGHT_CACHE, as
+of a frozen weight: W alone, of which backward makes W^T when it has been gathered again.
 """
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ class ShardedWeight:
         self.linear, self.fsdp_param, self.in_full = linear, fsdp_param, False
         self.codes = self.scale_inv = self.host = None
         linear.sharded = self
-        self.answer()
+        self.set_hooks()
         fsdp_param._init_extensions()       # FSDP2 looks for hooks before its first pass alone
 
     @property
@@ -32,6 +32,7 @@ class ShardedWeight:
 
     @property
     def shard(self):
+        """Return this rank's part of it, a plain tensor (rows / ranks, columns)."""
         return self.weight._local_tensor
 
     def cast(self, amax, own_scale):
@@ -40,9 +41,9 @@ class ShardedWeight:
         scale = quantizer.scale(amax) if own_scale or delayed is None else delayed[WEIGHT]
         self.codes, self.scale_inv = quantizer.codes(self.shard, scale), inverse(scale, amax).view(1, 1)
         update_amax(self.linear.amax, weight=amax)
-        self.answer()
+        self.set_hooks()
 
-    def answer(self):
+    def set_hooks(self):
         """Set FSDP2's two hooks on the shard."""
         self.shard.fsdp_pre_all_gather, self.shard.fsdp_post_all_gather = self.sent, self.received
 
@@ -52,10 +53,11 @@ class ShardedWeight:
         self.host = host.pin_memory() if self.shard.is_cuda else host
         self.weight._local_tensor = self.shard.new_full((), torch.nan).expand(host.shape)
         self.fsdp_param._sharded_param_data = self.shard.view(-1)
-        self.answer()
+        self.set_hooks()
 
     def sent(self, mesh, size, stride, module, policy):
-        """Return what is gathered of this rank, and what `received` gets beside it."""
+        """Return this rank's part of what is gathered, and what `received` gets beside it. size, stride: the
+        whole weight's. policy: FSDP2's MixedPrecisionPolicy."""
         if mode.paused != self.in_full:     # FSDP2 keeps the buffers of its first call, of another size
             self.in_full, self.fsdp_param.all_gather_outputs = mode.paused, []
             vars(self.fsdp_param).pop('_unsharded_param', None)
@@ -67,8 +69,9 @@ class ShardedWeight:
         return (shard.to(policy.param_dtype or shard.dtype),), None
 
     def received(self, outputs, scale_inv, dtype, *, out=None):
-        """Take the gathered weight, and return what becomes the linear's parameter, unless it is there (out):
-        in FP8 a handle, to which autograd gives the gradient."""
+        """Take the gathered weight, outputs' only tensor. Return what becomes the linear's parameter, and no
+        buffers; nothing where it is there (out). In FP8 it is a handle, to which autograd gives the gradient.
+        """
         [data] = outputs
         self.linear.w8, self.linear.w8_scale_inv = None if self.in_full else data.view(E4M3), scale_inv
         if out is None:
@@ -78,7 +81,7 @@ class ShardedWeight:
 def sharded_weights(model):
     """Return a ShardedWeight for each weight of a model's Fp8Linears that FSDP2 shards in equal parts of rows
     over one dimension of ranks, and of which one scale serves the whole tensor."""
-    found = []
+    sharded = []
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if hasattr(module, '_get_fsdp_state') else None
         for fsdp_param in group.fsdp_params if group else ():
@@ -87,8 +90,8 @@ def sharded_weights(model):
             if isinstance(linear, Fp8Linear) and weight.dim() == 2 and by_rows:
                 q = linear.arithmetic.quantizers
                 if q.w.block == q.wt.block == TENSOR and len(weight) % weight.device_mesh.size() == 0:
-                    found.append(ShardedWeight(linear, fsdp_param))
-    return found
+                    sharded.append(ShardedWeight(linear, fsdp_param))
+    return sharded
 
 
 @torch.no_grad()
