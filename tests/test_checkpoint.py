@@ -221,16 +221,6 @@ def test_killed_or_full_at_any_call_of_a_save_the_next_one_works(dying, error, t
     assert k > 10, 'the save dies at several calls'
 
 
-def test_a_full_disk_is_told_in_the_systems_words(tmp_path):
-    """Not in those of torch's C++, which wraps the error."""
-    class Full(io.BytesIO):
-        def write(self, data):
-            raise OSError(28, 'No space left on device')
-    with pytest.raises(UserError) as refusal:
-        files.write(str(tmp_path / 'a.pt'), lambda file: torch.save(state(1), Full()))
-    assert str(refusal.value) == f'could not write {tmp_path}/a.pt (No space left on device)'
-
-
 def test_a_full_disk_takes_the_room_of_what_the_new_file_replaces(folder, monkeypatch):
     """It has room for three: the best, the one before and the new one."""
     def into_what_is_left(state, file, write=torch.save):

@@ -229,15 +229,6 @@ def test_a_chat_that_the_model_cannot_read_whole_is_refused(folder, chatted, mon
     assert code == 2 and re.search(rf'the chat has \d+ tokens, and the model reads {LONGEST}: begin', said)
 
 
-def test_a_chat_with_what_learned_pairs_without_the_template_says_so(folder, chatted, tmp_path):
-    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(40)]
-    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    run('train.py', *RUN, f'--init_from={folder}', f'--dataset={tmp_path}/a.jsonl', f'--data_dir={tmp_path}',
-        f'--checkpoint_dir={tmp_path}/c')
-    told = r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them"
-    assert chatted(tmp_path / 'c' / 'latest.pt', ['Go!']).partition('\n')[0].endswith(told)
-
-
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):
     found, _ = answered(folder, folder, [{'role': 'user', 'content': 'Go!'}])
     shutil.copytree(folder, tmp_path / 'ends')

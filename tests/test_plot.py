@@ -54,16 +54,6 @@ def test_a_json_of_a_run_that_has_diverged_is_json(tmp_path, here):
     assert found[f'{tmp_path}/a (bf16)']['val_loss'] == {'5': 'NaN', '10': 'NaN'}
 
 
-def test_a_pictures_name_says_its_format(tmp_path, here):
-    write_log(tmp_path / 'a', 'bf16', 1)
-    for ending, start in ('png', PNG), ('pdf', b'%PDF'), ('svg', b'<?xml'):
-        here('plot.py', 'loss', tmp_path / 'a', f'--out={tmp_path}/loss.{ending}')
-        assert (tmp_path / f'loss.{ending}').read_bytes().startswith(start)
-    for name in 'loss.txt', 'loss', 'png', 'folder/':
-        said = f'--out={name} ends in none of .png, .pdf, .svg'
-        assert said in refused('plot.py', 'loss', tmp_path / 'a', f'--out={name}')[1]
-
-
 def test_distances_are_at_the_same_tokens(tmp_path, here):
     """The second run has steps of twice the tokens, and at the same tokens a loss that is 1% higher."""
     for name, tokens, loss in ('a', 100, lambda seen: 600 / seen), ('b', 200, lambda seen: 606 / seen):

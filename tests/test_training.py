@@ -295,18 +295,16 @@ def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monk
 
 def test_side_work_that_fails_is_a_line_alone_and_ends_several_ranks(tiny, tmp_path):
     """Other ranks wait in it. The steps up to there are saved."""
-    script = tmp_path / 'failing.py'
-    script.write_text(f"""
-import os, runpy, hellaswag
+    script = runner(tmp_path, """
+import hellaswag
 from configurator import DataError
 def evaluate(*args, real=hellaswag.evaluate, **kwargs):
     if os.environ.get('RANK', '0') == '0':
         raise DataError('no items')
     return real(*args, **kwargs)
 hellaswag.evaluate = evaluate
-runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
 """)
-    words = [*tiny, '--max_steps=5', '--checkpoint_freq=2', '--hellaswag_freq=4',
+    words = ['train.py', *tiny, '--max_steps=5', '--checkpoint_freq=2', '--hellaswag_freq=4',
              f'--data_dir={hellaswag_items(tmp_path, 8)}']
     out = run(script, *words, f'--checkpoint_dir={tmp_path}/alone').stdout
     assert re.findall('left out at this step: (.*)', out) == ['test_hellaswag: DataError: no items'] * 2
