@@ -14,7 +14,7 @@ import torch
 from fp8gpt import data, pretrained, sft
 import hellaswag
 import hf
-from conftest import ROOT, hellaswag_items, refused, run
+from conftest import ROOT, accepted, hellaswag_items, refused, run
 from helpers import gpt_in, opened
 from model import generate
 from test_finetune import save_llama
@@ -164,8 +164,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'beside')
     shutil.copy(tmp_path / 'peft/adapter_config.json', tmp_path / 'beside')
     make_tokenizer(tmp_path / 'base', words=[f'word{i}' for i in range(40)])
-    flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
-    for code, words, message in (
+    flags = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out']
+    rows = (
         (2, ['sample.py', f'--ckpt={tmp_path}/peft'], f"holds adapters in PEFT's format, of {folder}: merge"),
         (2, ['sample.py', f'--ckpt={tmp_path}/beside'], f"adapters in PEFT's format, of {folder}"),
         (1, ['sample.py', f'--ckpt={folder}/config.json'], 'a Hugging Face model is named by its folder'),
@@ -177,11 +177,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
         (1, ['hf.py', 'export', f'--ckpt={folder}', flags[1]], f'there is no checkpoint {folder}/latest.pt'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
-    ):
-        found = refused(*words)
-        if found[0] != code or message not in found[1]:
-            wrong.append((words, found))
-    assert wrong == []
+    )
+    assert accepted((code, message, words) for code, words, message in rows) == []
     assert not (tmp_path / 'out').exists()
 
 

@@ -185,15 +185,6 @@ def test_what_a_resume_inherits(data, saved):
     assert resolved(*words, '--batch_size=6').batch_size == 6
 
 
-def leaking(attention):
-    """Return an attention whose causal mask is that of the last of each four tokens (pytorch/pytorch#195910).
-    """
-    def attend(q, k, v, attn_mask=None, is_causal=False, **options):
-        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-        return attention(q, k, v, attn_mask=rows // 4 * 4 + 3 >= columns, **options)
-    return attend
-
-
 def start_two_ranks(monkeypatch):
     for name, value in {'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1'}.items():
         monkeypatch.setenv(name, value)

@@ -21,7 +21,8 @@ import forked
 from fp8gpt import data, distributed, optim, runlog, selfcheck
 from fp8gpt.checkpoint import read
 from conftest import (
-    ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
+    ROOT, accepted, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner,
+    start_ranks)
 from model import GPT, GPTConfig
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
@@ -457,12 +458,10 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
     ]
     if not torch.cuda.is_available():
         mistakes += [(['--device=cuda'], 1, 'no CUDA GPU')]
-    wrong = []
-    for words, rc, message in mistakes:
-        code, said = refused('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run')
-        if code != rc or message not in said or (tmp_path / 'run').exists():
-            wrong.append((words, code, said))
-    assert wrong == []
+    folder = f'--checkpoint_dir={tmp_path}/run'
+    rows = ((rc, message, ['train_fp8.py', *tiny, *words, folder]) for words, rc, message in mistakes)
+    assert accepted(rows) == []
+    assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.slow
@@ -593,11 +592,10 @@ def test_samples(one_run, here, tmp_path):
     assert 'a\tb\n\\x1b[31m' in out
     assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
     assert '\x1b[31m' in talk('--prompt=\x1b[31m', '--raw')
-    for words, rc, message in ((['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
-                               ([f'--prompt=FILE:{tmp_path}/latin.txt'], 1, 'latin.txt, byte 3: not UTF-8'),
-                               (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt')):
-        code, said = refused('sample.py', *words)
-        assert (code, message in said) == (rc, True), said
+    rows = {'no prompt file nowhere': '--prompt=FILE:nowhere',
+            'no checkpoint nowhere.pt': '--ckpt=nowhere.pt',
+            'latin.txt, byte 3: not UTF-8': f'--prompt=FILE:{tmp_path}/latin.txt'}
+    assert accepted((1, message, ['sample.py', word]) for message, word in rows.items()) == []
 
 
 # ------------------------------------------------------------------------------------------- evaluation alone
