@@ -54,6 +54,24 @@ def test_pair_without_fp8_or_data(tmp_path):
         bench.main([*words, '--batch_sise=2'])
 
 
+def test_two_benchmarks_at_once_keep_their_results(tmp_path, monkeypatch):
+    """The second starts, and ends, while the first measures."""
+    words = ['pair', *TINY, '--dataset=nowhere', f'--results={tmp_path}']
+
+    def measured(arguments, _):
+        if arguments.steps == 1:
+            bench.main([*words, '--steps=2'])
+        yield {'steps': arguments.steps, 'ratio': 1.0}
+
+    monkeypatch.setitem(bench.BENCHES, 'pair', measured)
+    bench.main([*words, '--steps=1'])
+    assert sorted(json.loads(path.read_text())['rows'][0]['steps'] for path in tmp_path.iterdir()) == [1, 2]
+    monkeypatch.setitem(bench.BENCHES, 'pair', lambda arguments, _: iter(lambda: 1 / 0, 1))
+    with pytest.raises(ZeroDivisionError):
+        bench.main([*words, '--steps=1'])
+    assert len([*tmp_path.iterdir()]) == 2, 'what measured nothing leaves nothing'
+
+
 def test_a_killed_matrix_keeps_its_rows_and_memory_ends_one_cell(tmp_path, capsys):
     def measure(end):
         if end:
