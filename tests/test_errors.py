@@ -39,8 +39,6 @@ BY_ARGPARSE = {
     'plan.py --network=12.5': 'leave --network out: 400 GB/s a node are assumed',
     'plot.py lr --batch_size=-1': "batch_size wants a whole number >= 0, <= 65_536, not '-1'",
     'plot.py loss a --out=loss.txt': '--out=loss.txt ends in none of .png, .pdf, .svg',
-    'sweep.py --max_lr=1e-3,fast': "max_lr wants a number > 0, not 'fast'",
-    'sweep.py --max_lr=1e-3,2e-3 --point=2': 'the runs are 0 to 1',
 }
 
 

@@ -146,13 +146,6 @@ def test_a_generation_config_is_printed_and_not_taken(folder, here, tmp_path):
     assert said.startswith(f'# {folder}: a Hugging Face model\n{TOLD}The')
     assert here(*words, '--temperature=0.8', '--top_k=200', '--top_p=1') == said
     assert here(*words, '--temperature=0.6') != said
-    shutil.copytree(folder, tmp_path / 'odd')
-    odd = tmp_path / 'odd', 'generation_config'
-    change_config(*odd, temperature='much\n#', stop_strings=['.'], do_sample=False)
-    words = 'sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0'
-    assert "json: temperature=much\\n# stop_strings=['.'] do_sample=False\n" in here(*words)
-    change_config(*odd, temperature=None, stop_strings=None, do_sample=None)
-    assert 'not taken' not in here(*words)
 
 
 def test_what_is_refused_in_one_line(folder, tuned, tmp_path):

@@ -360,10 +360,9 @@ def test_a_file_is_read_as_its_name_says(tmp_path, name, raw, expected):
 
 def test_a_line_of_json_that_cannot_be_read_stops_no_other(tmp_path):
     for name in 'a.jsonl', 'a.json':
-        (tmp_path / name).write_text('{"text": "one"}\n' * 39 + '{"text": \n' + '{"text": "one"}\n' * 40)
-        found = list(rows_of_file(f'{tmp_path}/{name}', None))
-        assert [i for i, row in enumerate(found) if isinstance(row, DataError)] == [39]
-        assert 'a line is a row' in str(found[39]) and found[40:] == [{'text': 'one'}] * 40
+        (tmp_path / name).write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
+        first, bad, last = rows_of_file(f'{tmp_path}/{name}', None)
+        assert (first, last) == ({'text': 'one'}, {'text': 'two'}) and 'a line is a row' in str(bad)
 
 
 def test_characters_and_line_ends_between_parts_are_whole(tmp_path):

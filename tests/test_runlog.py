@@ -78,21 +78,6 @@ def test_a_log_that_is_a_link_or_no_file_is_replaced(tmp_path):
     assert 'config' not in (tmp_path / 'secret').read_text() and not (tmp_path / 'nothing').exists()
 
 
-def test_a_log_that_is_replaced_in_a_run_goes_on(tmp_path, capsys):
-    log, path = opened(tmp_path / 'run'), tmp_path / 'run' / 'log.jsonl'
-    log.scalars(1, train_loss=1.)
-    files.write_text(str(path), path.read_text())       # as an editor does
-    log.scalars(2, train_loss=1.)
-    assert figures(path) == [1, 2]
-    path.unlink()
-    path.parent.rmdir()
-    log.scalars(3, train_loss=1.)
-    assert 'WARNING: log.jsonl is not written: [Errno 2] No such file' in capsys.readouterr().out
-    path.parent.mkdir()                                 # as the next checkpoint does
-    log.scalars(4, train_loss=1.)
-    assert figures(path) == [4]
-
-
 def refusing(error):
     """A stream, or a writer, that takes nothing."""
     failing = mock.Mock(side_effect=error)
