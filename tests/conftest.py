@@ -137,6 +137,12 @@ def refused(*words):
     return code, message
 
 
+def accepted(rows):
+    """Return the rows (exit code, what the message holds, words) whose words are not refused so."""
+    found = [(*row, *refused(*row[2])) for row in rows]
+    return [row for row in found if row[0] != row[3] or row[1] not in row[4]]
+
+
 @pytest.fixture
 def here(capsys):
     """here(script, *words): what a script prints, run in this process, where a test can patch what it calls

@@ -78,10 +78,6 @@ def test_names_links_and_keep(folder, tmp_path):
     save(folder, state(50), keep=0)
     assert list(steps_in(folder)) == [30, 40, 50]
     assert '50' in table(folder)[-1]
-    for step in 999_999, 1_000_000:
-        save(folder, state(step), keep=0)
-    assert [*steps_in(folder)][-2:] == [999_999, 1_000_000]
-    assert 'step_1000000' in table(folder)[-1]
 
 
 def test_a_best_model_found_after_its_save_is_a_link_that_knows_its_loss(folder, tmp_path):
@@ -219,16 +215,6 @@ def test_killed_or_full_at_any_call_of_a_save_the_next_one_works(dying, error, t
         assert step_in(find('auto', folder)) == step + 1
         assert step_in(f'{folder}/best_model.pt') == best
     assert k > 10, 'the save dies at several calls'
-
-
-def test_a_full_disk_is_told_in_the_systems_words(tmp_path):
-    """Not in those of torch's C++, which wraps the error."""
-    class Full(io.BytesIO):
-        def write(self, data):
-            raise OSError(28, 'No space left on device')
-    with pytest.raises(UserError) as refusal:
-        files.write(str(tmp_path / 'a.pt'), lambda file: torch.save(state(1), Full()))
-    assert str(refusal.value) == f'could not write {tmp_path}/a.pt (No space left on device)'
 
 
 def test_a_full_disk_takes_the_room_of_what_the_new_file_replaces(folder, monkeypatch):

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fp8gpt import checkpoint, pretrained, sft
-import hf
 from configurator import configure
-from conftest import ROOT, in_ranks, records, run
+from conftest import ROOT, records, run
 from helpers import gpt_in
 from tokenizers_made import END, make_tokenizer
 
@@ -79,15 +78,6 @@ def assert_exported(path, place, out):
     assert both[0]('What is 12 plus 30?').input_ids == both[1]('What is 12 plus 30?').input_ids
 
 
-def resumed_without_its_model(folder, place, rc):
-    (place / 'llama').rename(place / 'away')
-    try:
-        return run('train_fp8.py', '--resume=latest', f'--checkpoint_dir={folder}', '--max_steps=9',
-                   '--no_wandb', rc=rc)
-    finally:
-        (place / 'away').rename(place / 'llama')
-
-
 def assert_learned(place, folder, *flags):
     """That the loss on kept back solutions falls in a run; return what it prints."""
     words = words_of(place, '--fp8_backend=native', *flags, f'--checkpoint_dir={folder}')
@@ -106,7 +96,6 @@ def test_the_loss_on_kept_back_solutions_falls(place, tmp_path):
     assert state['weights'].keys() == before.keys()
     assert not torch.equal(state['weights']['wte.weight'].float(), before['wte.weight'])
     assert_exported(tmp_path / 'c' / 'latest.pt', place, tmp_path / 'hf')
-    assert 'done: ' in resumed_without_its_model(tmp_path / 'c', place, rc=0).stdout
 
 
 @pytest.mark.slow
@@ -120,20 +109,6 @@ def test_adapters_learn_and_go_to_peft_and_transformers(place, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(place / 'llama')
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')).eval()
     assert_same_logits(theirs, tmp_path / 'merged.pt', 1e-3)
-    assert 'is not there' in resumed_without_its_model(folder, place, rc=1).stderr
-
-
-@pytest.mark.slow
-def test_a_line_for_a_model_in_shards_trains_from_a_folder(place, tmp_path):
-    typed = ('--dataset_name nvidia/OpenMathInstruct-2 --batch_size 1 --sharding_mode fsdp_full '
-             '--mixed_precision fp8 --use_te --gradient_checkpointing --max_seq_length 512 '
-             '--learning_rate 1e-5 --gradient_accumulation_steps 4')
-    small = [f'--data_dir={place}/data', f'--tokenizer={place}/llama', '--max_steps=2', '--eval_tokens=8192']
-    words = ['--model_name', str(place / 'llama'), *shlex.split(typed), *small, '--fp8_backend=native']
-    done = in_ranks(2, 'train_fp8.py', *words, f'--checkpoint_dir={tmp_path}')
-    assert 'micro-steps x 2 ranks = ' in done.stdout
-    assert 'FP8 Training Enabled' in done.stdout
-    assert hf.export(f'{tmp_path}/latest.pt', f'{tmp_path}/hf')
 
 
 @pytest.mark.parametrize('words, expected', [

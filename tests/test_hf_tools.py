@@ -14,7 +14,7 @@ import torch
 from fp8gpt import data, pretrained, sft
 import hellaswag
 import hf
-from conftest import ROOT, hellaswag_items, refused, run
+from conftest import ROOT, accepted, hellaswag_items, refused, run
 from helpers import gpt_in, opened
 from model import generate
 from test_finetune import save_llama
@@ -146,13 +146,6 @@ def test_a_generation_config_is_printed_and_not_taken(folder, here, tmp_path):
     assert said.startswith(f'# {folder}: a Hugging Face model\n{TOLD}The')
     assert here(*words, '--temperature=0.8', '--top_k=200', '--top_p=1') == said
     assert here(*words, '--temperature=0.6') != said
-    shutil.copytree(folder, tmp_path / 'odd')
-    odd = tmp_path / 'odd', 'generation_config'
-    change_config(*odd, temperature='much\n#', stop_strings=['.'], do_sample=False)
-    words = 'sample.py', f'--ckpt={tmp_path}/odd', '--max_new_tokens=0'
-    assert "json: temperature=much\\n# stop_strings=['.'] do_sample=False\n" in here(*words)
-    change_config(*odd, temperature=None, stop_strings=None, do_sample=None)
-    assert 'not taken' not in here(*words)
 
 
 def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
@@ -164,8 +157,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
     shutil.copytree(folder, tmp_path / 'beside')
     shutil.copy(tmp_path / 'peft/adapter_config.json', tmp_path / 'beside')
     make_tokenizer(tmp_path / 'base', words=[f'word{i}' for i in range(40)])
-    flags, wrong = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out'], []
-    for code, words, message in (
+    flags = [f'--ckpt={tmp_path}/latest.pt', f'--out={tmp_path}/out']
+    rows = (
         (2, ['sample.py', f'--ckpt={tmp_path}/peft'], f"holds adapters in PEFT's format, of {folder}: merge"),
         (2, ['sample.py', f'--ckpt={tmp_path}/beside'], f"adapters in PEFT's format, of {folder}"),
         (1, ['sample.py', f'--ckpt={folder}/config.json'], 'a Hugging Face model is named by its folder'),
@@ -177,11 +170,8 @@ def test_what_is_refused_in_one_line(folder, tuned, tmp_path):
         (1, ['hf.py', 'export', *flags], f'{tmp_path}/tokenizer.json is missing'),
         (1, ['hf.py', 'export', f'--ckpt={folder}', flags[1]], f'there is no checkpoint {folder}/latest.pt'),
         (2, ['hf.py', 'save', *flags], 'has no adapters: it was not trained with lora_rank'),
-    ):
-        found = refused(*words)
-        if found[0] != code or message not in found[1]:
-            wrong.append((words, found))
-    assert wrong == []
+    )
+    assert accepted((code, message, words) for code, words, message in rows) == []
     assert not (tmp_path / 'out').exists()
 
 
@@ -227,15 +217,6 @@ def test_a_chat_that_the_model_cannot_read_whole_is_refused(folder, chatted, mon
     monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{line}\nmore\n'))
     code, said = refused('sample.py', f'--ckpt={folder}', '--chat', '--max_new_tokens=200', *GREEDY)
     assert code == 2 and re.search(rf'the chat has \d+ tokens, and the model reads {LONGEST}: begin', said)
-
-
-def test_a_chat_with_what_learned_pairs_without_the_template_says_so(folder, chatted, tmp_path):
-    rows = [{'prompt': f'{i}?', 'completion': 'yes'} for i in range(40)]
-    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    run('train.py', *RUN, f'--init_from={folder}', f'--dataset={tmp_path}/a.jsonl', f'--data_dir={tmp_path}',
-        f'--checkpoint_dir={tmp_path}/c')
-    told = r"--prompt=$'Question:\nYOURS\n\nAnswer:\n' writes them"
-    assert chatted(tmp_path / 'c' / 'latest.pt', ['Go!']).partition('\n')[0].endswith(told)
 
 
 def test_an_answer_ends_at_the_models_stop(folder, tmp_path, chatted):

@@ -13,7 +13,7 @@ import hf
 from fp8gpt.tokenizer import get_tokenizer
 from fp8gpt import checkpoint, fp8, lora, pretrained
 from configurator import SettingError
-from conftest import in_ranks, losses, records, refused, run
+from conftest import accepted, in_ranks, losses, records, refused, run
 from fp8_models import extra_tensors, on_a_cpu, tokens, train
 from fp8gpt.fp8 import linear_factory
 from helpers import checkpoint_of, compiled, gpt_in, random, relative, same_tensors, spied
@@ -285,17 +285,14 @@ def test_a_base_that_is_another_now_is_refused(runs, base, tmp_path, here):
             ('weights', 'wte.weight', torch.zeros(320, 64), 'the adapters were trained on other weights'),
             ('model_config', 'norm_eps', 1e-6, f'{other} has another architecture now')):
         torch.save({**of_base, part: {**of_base[part], name: value}}, other)
-        for words in resume, sample:
-            code, said = refused(*words)
-            assert code == 1 and message in said, said
+        assert accepted((1, message, words) for words in (resume, sample)) == []
     save_adapters(other, checksum=None, fingerprint='12345678')     # as earlier versions wrote it
     torch.save(of_base, other)
     assert 'resumed' in here(*resume)
     for name in ('./gone.pt', 'gone', 'gone/model.pt', f'{tmp_path}/gone'):
         save_adapters(name)
-        for words in sample, resume:
-            code, said = refused(*words)
-            assert code == 1 and f'the base of the adapters, {name}, is not there: put it back' in said
+        message = f'the base of the adapters, {name}, is not there: put it back'
+        assert accepted((1, message, words) for words in (sample, resume)) == []
 
 
 def test_a_run_does_not_remove_the_base_of_its_adapters(base, tiny, tmp_path):
@@ -386,9 +383,8 @@ def test_adapters_on_adapters_take_a_merge(runs, tiny, tmp_path, here):
     state['lora'] |= {'base': str(first), 'checksum': lora.checksum(pretrained.model_of(whole))}
     torch.save(state, second)
     new = 'train.py', *tiny, f'--init_from={first}', '--lora_rank=2', f'--checkpoint_dir={tmp_path}/run'
-    for words in new, ('sample.py', f'--ckpt={second}'):
-        code, said = refused(*words)
-        assert code == 2 and f'first `python hf.py merge --ckpt={first} --out=merged`' in said
+    message = f'first `python hf.py merge --ckpt={first} --out=merged`'
+    assert accepted((2, message, words) for words in (new, ('sample.py', f'--ckpt={second}'))) == []
     here('hf.py', 'merge', f'--ckpt={first}', f'--out={tmp_path}/merged')
     os.replace(tmp_path / 'merged' / 'latest.pt', first)
     assert 'def ' in here('sample.py', f'--ckpt={second}', '--prompt=def ', '--max_new_tokens=9')

@@ -1,6 +1,5 @@
 """Pictures of runs and schedules, and the lines that are printed beside them."""
 import json
-import math
 import re
 
 import matplotlib.pyplot as plt
@@ -44,24 +43,6 @@ def test_loss(tmp_path, here, monkeypatch):
     assert found[f'{runs[1]} (fp8)']['val_loss_percent_from_first'] == pytest.approx({'5': 1, '10': 1})
     ends = [line.get_xdata()[-1:] for line in seen[-1].axes[0].lines]
     assert {round(end.item(), 5) for end in ends if len(end)} == {0.01024}      # 10 steps of 1,024 tokens
-
-
-def test_a_json_of_a_run_that_has_diverged_is_json(tmp_path, here):
-    """JSON has no NaN and no infinity: other programs than Python refuse them."""
-    write_log(tmp_path / 'a', 'bf16', math.nan)
-    here('plot.py', 'loss', tmp_path / 'a', f'--out={tmp_path}/a.png', f'--json={tmp_path}/a.json')
-    found = json.loads((tmp_path / 'a.json').read_text(), parse_constant=pytest.fail)
-    assert found[f'{tmp_path}/a (bf16)']['val_loss'] == {'5': 'NaN', '10': 'NaN'}
-
-
-def test_a_pictures_name_says_its_format(tmp_path, here):
-    write_log(tmp_path / 'a', 'bf16', 1)
-    for ending, start in ('png', PNG), ('pdf', b'%PDF'), ('svg', b'<?xml'):
-        here('plot.py', 'loss', tmp_path / 'a', f'--out={tmp_path}/loss.{ending}')
-        assert (tmp_path / f'loss.{ending}').read_bytes().startswith(start)
-    for name in 'loss.txt', 'loss', 'png', 'folder/':
-        said = f'--out={name} ends in none of .png, .pdf, .svg'
-        assert said in refused('plot.py', 'loss', tmp_path / 'a', f'--out={name}')[1]
 
 
 def test_distances_are_at_the_same_tokens(tmp_path, here):

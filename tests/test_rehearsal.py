@@ -32,7 +32,6 @@ class Float8Linear(torch.nn.Linear):
 COMMON = "import os, torch; COMPUTE_DTYPE = getattr(torch, os.environ['NANOCHAT_DTYPE'])"
 FILES = {   # part -> what its items leave, beside the log
     'kernels': [],
-    'calibrate': ['calibrate.json'],
     'gpt2': ['124m.json'],
     'peers': ['nanogpt.json', 'nanochat.json'],
     'xl': ['1.5b.json'],
@@ -80,8 +79,6 @@ def test_each_item_of_a_part_runs_and_leaves_its_json(part, checkout, tmp_path):
         for row in made['rows']:
             cannot = set(CANNOT) & set(map(str, row.values()))
             assert cannot or float in map(type, row.values()), row      # else the verdict is an error
-    if part == 'calibrate':
-        assert made['constants'].keys() >= {'MATMUL bf16', 'MATMUL fp8', 'TRAFFIC', 'HOST'}
     if part == 'gpt2':
         assert [row['variant'] for row in made['rows']] == ['bf16', 'triton', 'delayed', 'head', 'inductor']
         assert all(row['tokens/s'] > 0 and row['plan GB'] > 0 for row in made['rows'])

@@ -2,14 +2,13 @@
 import dataclasses
 import shutil
 import signal
-import types
 
 import pytest
 import torch
 
 from fp8gpt import distributed
 from fp8gpt.optim import OPEN
-from fp8gpt.run import Length, find_end, micro_steps, packing_line, preview
+from fp8gpt.run import Length, find_end, micro_steps, preview
 from configurator import MachineError, MissingError, SettingError, configure
 from conftest import ROOT
 from helpers import checkpoint_of, run_of
@@ -168,15 +167,6 @@ def test_a_typed_tokenizer_is_not_passed_over(tiny_data, tmp_path):
     assert resolved(f'--dataset={tiny_data}').tokenizer == 'byte'
 
 
-def test_a_run_is_called_after_its_config_file(data, saved, tmp_path):
-    file = tmp_path / 'mine.py'
-    file.write_text('seed = 1')
-    path = saved(config={'init_from': 'scratch', 'run_name': 'theirs'})
-    for words, name in (([], 'gpt'), ([file], 'mine'), ([file, '--run_name=other'], 'other'),
-                        ([file, f'--resume={path}'], 'theirs')):
-        assert resolved(*data, *words).config['run_name'] == name
-
-
 def test_what_a_resume_inherits(data, saved):
     """A run's settings, but not where it wrote, what it was asked to remove, to show or to test. Settings of
     earlier versions, which are none any more, are passed over. The batch size is what a search found."""
@@ -193,15 +183,6 @@ def test_what_a_resume_inherits(data, saved):
     run = resolved(*words, '--batch_size=0', device=torch.device('cuda'))
     assert (run.batch_size, run.changes) == (24, [])
     assert resolved(*words, '--batch_size=6').batch_size == 6
-
-
-def leaking(attention):
-    """Return an attention whose causal mask is that of the last of each four tokens (pytorch/pytorch#195910).
-    """
-    def attend(q, k, v, attn_mask=None, is_causal=False, **options):
-        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-        return attention(q, k, v, attn_mask=rows // 4 * 4 + 3 >= columns, **options)
-    return attend
 
 
 def start_two_ranks(monkeypatch):
@@ -425,10 +406,3 @@ def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run(tmp_path):
         assert (words, config['warmup_steps'], config['eval_freq']) == (words, warmup, freq)
         assert ('warmup_steps=' in length.cut) == (warmup != was)
         assert Length.of(config, 1, epoch * 1024).cut == '', 'it is cut once'
-
-
-def test_what_windows_cut_is_said():
-    packing = types.SimpleNamespace(lengths=range(9), padding=0.1, cut=1, lost=4, left_out=2)
-    assert packing_line(types.SimpleNamespace(packing=packing, n_windows=8, block_size=8, tokens=80)) == (
-        'packed    9 examples in 8 windows, 10.0% padding; longer than block_size=8: 1 cut, by 5.0% of all '
-        'tokens, 2 left out')

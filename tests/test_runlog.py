@@ -78,21 +78,6 @@ def test_a_log_that_is_a_link_or_no_file_is_replaced(tmp_path):
     assert 'config' not in (tmp_path / 'secret').read_text() and not (tmp_path / 'nothing').exists()
 
 
-def test_a_log_that_is_replaced_in_a_run_goes_on(tmp_path, capsys):
-    log, path = opened(tmp_path / 'run'), tmp_path / 'run' / 'log.jsonl'
-    log.scalars(1, train_loss=1.)
-    files.write_text(str(path), path.read_text())       # as an editor does
-    log.scalars(2, train_loss=1.)
-    assert figures(path) == [1, 2]
-    path.unlink()
-    path.parent.rmdir()
-    log.scalars(3, train_loss=1.)
-    assert 'WARNING: log.jsonl is not written: [Errno 2] No such file' in capsys.readouterr().out
-    path.parent.mkdir()                                 # as the next checkpoint does
-    log.scalars(4, train_loss=1.)
-    assert figures(path) == [4]
-
-
 def refusing(error):
     """A stream, or a writer, that takes nothing."""
     failing = mock.Mock(side_effect=error)
@@ -117,19 +102,6 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_is(tmp_path, monkeypat
         log.scalars(1, train_loss=1.)
         log.close()
         assert figures(tmp_path / name / 'log.jsonl') == [1]
-
-
-def test_the_first_lines_say_what_was_replaced(here, tiny_data, tmp_path):
-    (tmp_path / 'long.py').write_text('warmup_steps = 50\nlr_schedule = "wsd"\ndecay_share = 0.6')
-    out = here('train_fp8.py', tmp_path / 'long.py', f'--dataset={tiny_data}', '--tokenizer=byte',
-               '--init_from=gpt2', '--n_embd=64', '--n_head=4', '--n_layer=1', '--block_size=64',
-               '--batch_size=4', '--fp8_scenario=mxfp8', '--fp8_backend=torchao', '--max_steps=12',
-               '--dry_run')
-    lines = out.splitlines()
-    rows = {line.split(' ', 1)[0]: line for line in reversed(lines) if line[:1].strip()}
-    assert rows['model'].endswith('random weights')
-    assert 'tensorwise (torchao), not mxfp8: ' in rows['precision']
-    assert rows['schedule'] == 'schedule  warmup_steps=1, a tenth of the run, not 50'
 
 
 def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
@@ -175,12 +147,9 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
         assert [event.step for event in board.Scalars('val/loss')] == steps
         assert len(os.listdir('runs/mine-bf16/checkpoints')) == 1
-    for name in 'x/y', 'x_y', '../x', 'x', '.x', '/tmp/x', tmp_path / 'x':
-        runlog.open_tensorboard({**config, 'checkpoint_dir': str(name)}, 'fp8', [])[1]()
-    runlog.open_tensorboard({**config, 'run_name': '../up'}, 'fp8', [])[1]()
-    assert not list(tmp_path.glob('up*'))
-    boards = {path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}
-    assert len(boards) == 6 and not list(tmp_path.parent.glob('*/x/events*'))
+    for name in 'x/y', 'x_y', '../x', 'x':
+        runlog.open_tensorboard({**config, 'checkpoint_dir': name}, 'fp8', [])[1]()
+    assert len({path.parent for path in tmp_path.glob('runs/mine-fp8/**/events*')}) == 4
 
 
 def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
@@ -225,12 +194,3 @@ def test_what_a_pause_waits_for_belongs_to_the_steps_before(monkeypatch):
     with clock.paused():
         now.append(now.pop() + 100)
     assert clock.read(tokens_per_step=500)['dt_ms'] == 2000
-
-
-def test_rank_0_shows_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(runlog, 'DELAY', 0)
-    for is_terminal, is_rank_0 in ((True, True), (False, True), (True, False)):
-        monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal, raising=False)
-        monkeypatch.setattr(runlog, 'is_rank_0', lambda: is_rank_0)
-        assert list(runlog.bar(range(3), 'validation')) == [0, 1, 2]
-        assert ('validation:' in capsys.readouterr().err) == (is_terminal and is_rank_0)

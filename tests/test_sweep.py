@@ -10,7 +10,7 @@ import pytest
 
 import sweep
 from configurator import UserError, configure
-from conftest import ROOT, environment, refused, run, write_tiny_data
+from conftest import ROOT, accepted, environment, run, write_tiny_data
 from fp8gpt import files
 
 
@@ -74,13 +74,10 @@ def test_what_makes_no_grid_is_refused_before_any_run(tmp_path, monkeypatch):
     for name, text in {**WANDB, 'evil.py': 'open("ran", "w")', 'quickstart.py': 'max_lr = 1e-2'}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    for line, message in NO_GRID.items():
-        code, said = refused('sweep.py', *line.replace('config/', '').split())
-        assert (code, message in said) == (2, True), (line, said)
-    for name in WANDB:
-        code, said = refused('sweep.py', name, '--max_lr=1,2')
-        assert code == 2 and said.endswith(f'`wandb sweep {name}`, then `sbatch --export=SWEEP_ID=... '
-                                           'slurm/sweep.sbatch`'), said
+    rows = [(2, message, ['sweep.py', *line.replace('config/', '').split()])
+            for line, message in NO_GRID.items()]
+    rows += [(2, f'`wandb sweep {name}`, then `sbatch', ['sweep.py', name, '--max_lr=1,2']) for name in WANDB]
+    assert accepted(rows) == []
     assert not (tmp_path / 'ran').exists() and not (tmp_path / 'sweeps').exists()
 
 

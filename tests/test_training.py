@@ -21,7 +21,8 @@ import forked
 from fp8gpt import data, distributed, optim, runlog, selfcheck
 from fp8gpt.checkpoint import read
 from conftest import (
-    ROOT, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner, start_ranks)
+    ROOT, accepted, environment, equal, hellaswag_items, in_ranks, losses, records, refused, run, runner,
+    start_ranks)
 from model import GPT, GPTConfig
 
 FP8 = ['train_fp8.py', '--fp8_backend=native']
@@ -295,18 +296,16 @@ def test_an_evaluation_that_dies_finds_its_step_saved(here, tiny, tmp_path, monk
 
 def test_side_work_that_fails_is_a_line_alone_and_ends_several_ranks(tiny, tmp_path):
     """Other ranks wait in it. The steps up to there are saved."""
-    script = tmp_path / 'failing.py'
-    script.write_text(f"""
-import os, runpy, hellaswag
+    script = runner(tmp_path, """
+import hellaswag
 from configurator import DataError
 def evaluate(*args, real=hellaswag.evaluate, **kwargs):
     if os.environ.get('RANK', '0') == '0':
         raise DataError('no items')
     return real(*args, **kwargs)
 hellaswag.evaluate = evaluate
-runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')
 """)
-    words = [*tiny, '--max_steps=5', '--checkpoint_freq=2', '--hellaswag_freq=4',
+    words = ['train.py', *tiny, '--max_steps=5', '--checkpoint_freq=2', '--hellaswag_freq=4',
              f'--data_dir={hellaswag_items(tmp_path, 8)}']
     out = run(script, *words, f'--checkpoint_dir={tmp_path}/alone').stdout
     assert re.findall('left out at this step: (.*)', out) == ['test_hellaswag: DataError: no items'] * 2
@@ -459,12 +458,10 @@ def test_mistakes_cost_one_line(tiny, tmp_path):
     ]
     if not torch.cuda.is_available():
         mistakes += [(['--device=cuda'], 1, 'no CUDA GPU')]
-    wrong = []
-    for words, rc, message in mistakes:
-        code, said = refused('train_fp8.py', *tiny, *words, f'--checkpoint_dir={tmp_path}/run')
-        if code != rc or message not in said or (tmp_path / 'run').exists():
-            wrong.append((words, code, said))
-    assert wrong == []
+    folder = f'--checkpoint_dir={tmp_path}/run'
+    rows = ((rc, message, ['train_fp8.py', *tiny, *words, folder]) for words, rc, message in mistakes)
+    assert accepted(rows) == []
+    assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.slow
@@ -595,11 +592,10 @@ def test_samples(one_run, here, tmp_path):
     assert 'a\tb\n\\x1b[31m' in out
     assert not [c for c in out if ord(c) < 32 and c not in '\t\n' or 127 <= ord(c) < 160]
     assert '\x1b[31m' in talk('--prompt=\x1b[31m', '--raw')
-    for words, rc, message in ((['--prompt=FILE:nowhere'], 1, 'no prompt file nowhere'),
-                               ([f'--prompt=FILE:{tmp_path}/latin.txt'], 1, 'latin.txt, byte 3: not UTF-8'),
-                               (['--ckpt=nowhere.pt'], 1, 'no checkpoint nowhere.pt')):
-        code, said = refused('sample.py', *words)
-        assert (code, message in said) == (rc, True), said
+    rows = {'no prompt file nowhere': '--prompt=FILE:nowhere',
+            'no checkpoint nowhere.pt': '--ckpt=nowhere.pt',
+            'latin.txt, byte 3: not UTF-8': f'--prompt=FILE:{tmp_path}/latin.txt'}
+    assert accepted((1, message, ['sample.py', word]) for message, word in rows.items()) == []
 
 
 # ------------------------------------------------------------------------------------------- evaluation alone

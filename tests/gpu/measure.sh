@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# What a GPU with FP8 units is asked, in the order of what is wanted most: 29 minutes, in calls of under ten.
-# $ bash tests/gpu/measure.sh kernels gpt2 calibrate    # OUT=results/gpu: the folder of the JSONs and of log
+# What a GPU with FP8 units is asked, in the order of what is wanted most: 27 minutes, in calls of under ten.
+# $ bash tests/gpu/measure.sh kernels gpt2    # OUT=results/gpu: the folder of the JSONs and of log
 # $ bash tests/gpu/measure.sh train xl
 # $ bash tests/gpu/measure.sh peers tests rest
 #   kernels    2 min  whether the kernels are right: a wrong one voids all times
-#   calibrate  2 min  this GPU's rates: raw multiplications, attention, kernels, the head, AdamW, launches
 #   gpt2       4 min  steps of GPT-2 124M, 32 x 1,024 tokens, in bf16 and each FP8, profiled, in one process
 #   peers      4 min  nanoGPT's training step, nanochat's FP8 linear and block
 #   xl         3 min  gpt2's figures for GPT-2 XL, 16 x 1,024 tokens
@@ -19,8 +18,8 @@
 # A rehearsal on any machine, of tiny sizes; `train` takes .data/fineweb_edu-byte in it (tests/test_rehearsal.py):
 # $ QUICK=1 OUT=/tmp/out bash tests/gpu/measure.sh gpt2
 set -uo pipefail
-declare -A minutes=([kernels]=2 [calibrate]=2 [gpt2]=4 [peers]=4 [xl]=3 [tests]=6 [train]=5 [rest]=3)
-[[ $# -gt 0 ]] || { sed -n '2,14s/^# \?//p' "$0"; exit 2; }
+declare -A minutes=([kernels]=2 [gpt2]=4 [peers]=4 [xl]=3 [tests]=6 [train]=5 [rest]=3)
+[[ $# -gt 0 ]] || { sed -n '2,13s/^# \?//p' "$0"; exit 2; }
 for part; do [[ ${minutes[$part]:-} ]] || { echo "no part is called $part" >&2; exit 2; }; done
 [[ -x .venv/bin/python ]] && here=.venv/bin/python || here=python3
 python=${PYTHON:-$here} quick=${QUICK:-} out=${OUT:-results/gpu}
@@ -89,7 +88,6 @@ for part; do
         item 110 'kernels' "$python" -m pytest tests/gpu -q "${workers[@]}" -rf --tb=line --show-capture=no -p no:cacheprovider \
             -k 'casts_kernels or norms_kernel or operands_are or (fused and tensorwise)'
         ;;
-    calibrate) item 120 'rates of this GPU' "$python" tests/gpu/calibrate.py "$out" ${quick:+quick} ;;
     gpt2) steps 240 124m bf16,triton,delayed,head,inductor "${gpt2[@]}" ;;
     peers)
         peer() { item "$1" "$2" "$python" tests/gpu/rivals.py "${2,,}" "$out" ${quick:+quick}; }
