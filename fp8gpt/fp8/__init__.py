@@ -32,7 +32,7 @@ from .backends import BACKENDS, TRITON_SERVES, Backend, triton_serves
 from .linear import (  # noqa: F401
     ADDED, FORMATS, GRAD, INPUT, LARGEST_SCALE, RECIPES, TENSORS, WEIGHT, WEIGHT_CACHE,
     DeviceError, Fp8Linear, OptionError, mode, paused, set_mode, update_amax)
-from .sharded import cast_shards, sharded_weights
+from .sharded import cast_shards, gather_as, sharded_weights
 
 HEAD = 'lm_head'
 # names of output layers, anywhere and outside numbered blocks
@@ -529,6 +529,7 @@ class WeightCache:
 
     def refresh(self, model, arguments):
         """Cast the weights that are not cached: a forward pre-hook of the model."""
+        gather_as(model, self.sharded, mode.paused)
         training = [each for each in self.sharded if each.host is None]
         # a shard's own version stays as it is
         versions = [(id(each.weight), each.weight._version) for each in training]

@@ -8,7 +8,7 @@ of a frozen weight: W alone, of which backward makes W^T when it has been gather
 import torch
 import torch.distributed as dist
 
-from .linear import E4M3, TENSOR, WEIGHT, Fp8Linear, inverse, mode, update_amax
+from .linear import E4M3, TENSOR, WEIGHT, Fp8Linear, inverse, update_amax
 
 
 class ShardedWeight:
@@ -16,7 +16,7 @@ class ShardedWeight:
 
     fsdp_param: FSDP2's own account of the weight. codes: the shard in FP8; scale_inv (1, 1): the whole
     weight's. host: the shard in the host's memory where FP8 is all that the device keeps; else None. in_full:
-    whether FSDP2 gathers the weight itself, as within fp8.paused()."""
+    whether FSDP2 gathers the weight itself; see gather_as."""
 
     def __init__(self, linear, fsdp_param):
         self.linear, self.fsdp_param, self.in_full = linear, fsdp_param, False
@@ -58,9 +58,6 @@ class ShardedWeight:
     def sent(self, mesh, size, stride, module, policy):
         """Return this rank's part of what is gathered, and what `received` gets beside it. size, stride: the
         whole weight's. policy: FSDP2's MixedPrecisionPolicy."""
-        if mode.paused != self.in_full:     # FSDP2 keeps the buffers of its first call, of another size
-            self.in_full, self.fsdp_param.all_gather_outputs = mode.paused, []
-            vars(self.fsdp_param).pop('_unsharded_param', None)
         # by which FSDP2 makes the parameter: that of a handle, which takes no memory
         self.fsdp_param._contiguous_orig_stride = (size[1], 1) if self.in_full else (0, 0)
         if not self.in_full:
@@ -92,6 +89,18 @@ def sharded_weights(model):
                 if q.w.block == q.wt.block == TENSOR and len(weight) % weight.device_mesh.size() == 0:
                     sharded.append(ShardedWeight(linear, fsdp_param))
     return sharded
+
+
+def gather_as(model, weights, in_full):
+    """Have FSDP2 gather a model's ShardedWeights themselves, or in FP8, until this is called again: backward
+    gathers what forward did, though fp8.paused() may have ended."""
+    if any(each.in_full != in_full for each in weights):
+        for module in model.modules():
+            if hasattr(module, 'reshard'):      # a pass without backward may have left them whole
+                module.reshard()
+        for each in weights:    # FSDP2 keeps the buffers of its first call, of another size
+            each.in_full, each.fsdp_param.all_gather_outputs = in_full, []
+            vars(each.fsdp_param).pop('_unsharded_param', None)
 
 
 @torch.no_grad()
