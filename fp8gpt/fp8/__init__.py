@@ -507,7 +507,8 @@ class WeightCache:
         self.sharded = sharded_weights(model)
         frozen = [each for each in self.sharded if drop and not each.weight.requires_grad]
         if frozen:
-            cast_shards(frozen, own_scale=True)
+            with set_mode(calibrating=True):
+                cast_shards(frozen)
         for each in frozen:
             each.drop()
         self.new_step(1)
@@ -534,7 +535,7 @@ class WeightCache:
         # a shard's own version stays as it is
         versions = [(id(each.weight), each.weight._version) for each in training]
         if versions and not mode.paused and self.shards_cast != versions:
-            cast_shards(training, own_scale=mode.calibrating)
+            cast_shards(training)
             self.shards_cast = versions
         # a compiler may trace a block by itself; backward takes no casts that inference_mode has made
         if (self.caching and not mode.paused and not torch.compiler.is_compiling()

@@ -8,7 +8,7 @@ of a frozen weight: W alone, of which backward makes W^T when it has been gather
 import torch
 import torch.distributed as dist
 
-from .linear import E4M3, TENSOR, WEIGHT, Fp8Linear, inverse, update_amax
+from .linear import E4M3, TENSOR, WEIGHT, Fp8Linear, inverse, mode, update_amax
 
 
 class ShardedWeight:
@@ -35,10 +35,10 @@ class ShardedWeight:
         """Return this rank's part of it, a plain tensor (rows / ranks, columns)."""
         return self.weight._local_tensor
 
-    def cast(self, amax, own_scale):
-        """Cast the shard. amax: the whole weight's, 0-dim. own_scale: not by delayed scaling's."""
-        quantizer, delayed = self.linear.arithmetic.quantizers.w, self.linear.scale
-        scale = quantizer.scale(amax) if own_scale or delayed is None else delayed[WEIGHT]
+    def cast(self, amax):
+        """Cast the shard. amax: the whole weight's, 0-dim; or, for delayed scaling, the shard's."""
+        quantizer = self.linear.arithmetic.quantizers.w
+        scale = quantizer.scale(amax) if scales_itself(self.linear) else self.linear.scale[WEIGHT]
         self.codes, self.scale_inv = quantizer.codes(self.shard, scale), inverse(scale, amax).view(1, 1)
         update_amax(self.linear.amax, weight=amax)
         self.set_hooks()
@@ -103,12 +103,17 @@ def gather_as(model, weights, in_full):
             vars(each.fsdp_param).pop('_unsharded_param', None)
 
 
+def scales_itself(linear):
+    """Return whether a weight's scale comes from its own amax."""
+    return linear.scale is None or mode.calibrating
+
+
 @torch.no_grad()
-def cast_shards(weights, own_scale):
-    """Cast the shards of ShardedWeights by scales of the whole weights. own_scale: not by delayed scaling's.
-    All ranks call it: their amaxes are one all-reduce, which delayed scaling does later."""
+def cast_shards(weights):
+    """Cast the shards of ShardedWeights by scales of the whole weights. All ranks call it: their amaxes are
+    one all-reduce, which delayed scaling does later."""
     amaxes = torch.stack(torch._foreach_norm([each.shard for each in weights], torch.inf)).float()
-    if own_scale or weights[0].linear.scale is None:
+    if scales_itself(weights[0].linear):
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=weights[0].weight.device_mesh.get_group())
     for each, amax in zip(weights, amaxes):
-        each.cast(amax, own_scale)
+        each.cast(amax)
