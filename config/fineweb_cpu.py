@@ -1,7 +1,8 @@
 # GPT-2-shaped, 7.3M parameters, on FineWeb-Edu: bf16 against FP8 numerics where there is no GPU.
 # $ python prepare_data.py fineweb_edu --max_tokens=30_000_000 --val_fraction=0.01
 # $ python train.py config/fineweb_cpu.py && python train_fp8.py config/fineweb_cpu.py
-# claim: validation loss 5.6156 in bf16, 5.6229 in FP8 (results/fineweb_cpu.json)
+# measured on technical documents in FineWeb-Edu's schema, 36,201 validation tokens: FP8's loss is 0.13% above
+# bf16's (results/fineweb_cpu.json)
 
 dataset = 'fineweb_edu'
 block_size = 256
