@@ -47,11 +47,6 @@ def end_capture(pool):
             torch.zeros(1, device=device)
 
 
-def shape(x):
-    """Return a tensor's shape, None of None."""
-    return x if x is None else x.shape
-
-
 class Replay:
     """Calls forward_backward(x, y, examples, n_targets), which adds to the model's gradients and returns a
     loss; replays it from the third step on, where `on` allows it and the inputs' shapes are as they were.
@@ -77,6 +72,7 @@ class Replay:
         # copied to the GPU, since a graph would keep the number
         n_targets = torch.full((), n_targets, dtype=torch.float32, device=x.device)
         inputs, later = (x, y, examples, n_targets), micro_step > 0
+        shapes = [getattr(each, 'shape', None) for each in inputs]
         if not later:
             self.steps, self.begun = self.steps + 1, False
         reduces = getattr(self.model, 'require_backward_grad_sync', False)
@@ -84,12 +80,12 @@ class Replay:
         if not self.on or self.steps <= EAGER_STEPS or reduces:
             return self.forward_backward(*inputs)
         if not self.graphs and not later:
-            self.held = [each if each is None else each.clone() for each in inputs]
+            self.held, self.shapes = [each if each is None else each.clone() for each in inputs], shapes
             self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             self.free, _ = torch.cuda.mem_get_info()
         # gradients are where the first graph puts them only once it has run in this step
-        unlike = later and not self.begun or list(map(shape, inputs)) != list(map(shape, self.held))
+        unlike = later and not self.begun or shapes != self.shapes
         if unlike or later not in self.graphs and not self.captured(later):
             return self.forward_backward(*inputs)
         for held, new in zip(self.held, inputs):
