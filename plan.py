@@ -103,6 +103,17 @@ def kept_bytes(c, in_fp8):
     return 6 * c.n_embd + 2 * (sum(K) + N[0] + N[2] + rotated) - in_fp8 * (sum(K) - K[1])
 
 
+def gathered(run, others, matrices, in_fp8):
+    """Return the bytes that a rank of a sharded model holds whole: the embedding, the head and their
+    gradients, two blocks' weights, or all, and a block's gradients. others: bytes of what is no matrix of a
+    block; matrices: the number of those weights."""
+    config, blocks = run.config, run.model_config.n_layer
+    in_full = config['sharding_mode'] == 'fsdp_full'
+    sent = matrices * (1 if in_fp8 and config['fp8_recipe'] in RECIPES else 2)
+    gradients = 8 * matrices / blocks * (not config['lora_rank'])
+    return 2 * others + gradients + sent * (2 / blocks if in_full else 1)
+
+
 def memory(run, model, gpus, in_fp8):
     """Return {part: bytes} of one GPU where backward starts."""
     c, config, again = run.window_config, run.config, recomputed(run)
@@ -111,10 +122,7 @@ def memory(run, model, gpus, in_fp8):
     logits = tokens * c.padded_vocab_size * (4 + in_fp8 * config['fp8_head']) / config['loss_chunks']
     weights, shards = sum(p.nbytes for p in model.parameters()), 1 if mode == 'ddp' else gpus
     count = micro_steps(config, run.batch_size, gpus)
-    # of shards, whole: embedding, head and their gradients; two blocks, or all; a block's gradients
-    byte = 1 if in_fp8 and config['fp8_recipe'] in RECIPES else 2
-    whole = 2 * (weights - itemsize * matrices) + matrices * (
-        8 * (not config['lora_rank']) / c.n_layer + byte * (2 / c.n_layer if mode == 'fsdp_full' else 1))
+    whole = gathered(run, weights - itemsize * matrices, matrices, in_fp8)
     if config['lora_rank']:
         weights += in_fp8 * (1 - itemsize) * matrices   # frozen ones are in FP8 alone
     elif shards > 1 or count >= fp8.FEWEST:
