@@ -517,8 +517,9 @@ def model_line(c, weights=''):
 
 def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
+    of_each = ' of each GPU' * (world_size > 1)     # nanoGPT's count those of all together
     return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens x {length.micro_steps} '
-            f'micro-steps x {world_size} ranks = {length.tokens_per_step:,} tokens a step')
+            f'micro-steps{of_each} x {world_size} ranks = {length.tokens_per_step:,} tokens a step')
 
 
 def length_line(run, length, tokens_per_epoch=0):

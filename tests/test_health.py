@@ -240,6 +240,47 @@ def test_kernels_that_are_wrong_or_fail_are_named(monkeypatch):
     assert sample().problem(NATIVE) == 'native failed: no such kernel'
 
 
+def summed(bits):
+    """A product that keeps so many bits of fraction of a running sum, cut after each 32 terms, as an H100's
+    fast sums keep 13."""
+    def mm(a, b, out_dtype, bias=None, fast=False):
+        total = torch.zeros(len(a.data), len(b.data))
+        for x, w in zip(a.data.float().split(32, 1), b.data.float().split(32, 1)):
+            terms = torch.cat([total[None], *(x.t()[:, :, None] * w.t()[:, None])[:, None]])
+            grid = terms.abs().amax(0).clamp(min=1e-30).log2().floor().sub(bits).exp2()
+            total = (terms / grid).trunc().sum(0) * grid
+            total = (total.view(torch.int32) & -2**(23 - bits)).view(torch.float32)
+        return (total * (a.scale_inv * b.scale_inv)).to(out_dtype)
+    return mm
+
+
+def one_in_a_hundred(a, *others):
+    """The product of codes of which each hundredth is lost."""
+    codes = a.data.view(torch.uint8).flatten().clone()
+    codes[::100] = 0
+    return backends.emulated_mm(a._replace(data=codes.view(a.data.dtype).view(a.data.shape)), *others)
+
+
+@pytest.mark.parametrize('product', ['y', 'dx', 'dW'])
+@pytest.mark.parametrize('wrong, seen', [
+    (summed(13), ['dW']), (summed(4), ['y', 'dx', 'dW']), (one_in_a_hundred, ['y', 'dx', 'dW']),
+], ids=['fast sums', 'sums of 4 bits', 'one wrong code in 100'])
+def test_a_wrong_product_is_seen_in_each_pass(product, wrong, seen, monkeypatch):
+    """At the 8,192 tokens of the check. An H100 sums fast in forward on purpose."""
+    def build(choice, blocks):
+        return torch.nn.Sequential(linear_factory(choice, Linear)(64, 16, bias=False, name='0'))
+
+    def mm(a, b, *others, fast=False):
+        name = 'dW' if a.data.shape[1] == 8192 else 'y' if fast else 'dx'
+        return (wrong if name == product else backends.emulated_mm)(a, b, *others)
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(mm))
+    monkeypatch.setattr(health, 'PASSES', 1)
+    for choice in NATIVE, DELAYED:
+        problem = health.Sample(build, [torch.zeros(8, 1024)]).part_problem(choice, '0')
+        assert (problem is not None) == (product in seen)
+        assert problem is None or problem.startswith('a linear of 64 -> 16 is off by ')
+
+
 def test_casts_that_a_step_keeps_are_checked_where_the_run_keeps_them(monkeypatch):
     real = fp8.cast_weight
 
