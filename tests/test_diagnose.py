@@ -66,8 +66,7 @@ def test_on_a_cpu(tmp_path):
     out = run('diagnose.py', env={'CUDA_VISIBLE_DEVICES': '', 'PATH': str(tmp_path)}).stdout
     assert 'device    CPU, ' in out and f'torch {torch.__version__}' in out
     assert 'driver    nvidia-smi does not answer' in out
-    assert re.search(r"\nassembler Triton 3\.[67]\.\d makes an H100's code by ptxas 12\.8, which may |"
-                     r"\nassembler Triton 3\.9\.\d makes an H100's code by ptxas 13\.\d\n", out)
+    assert re.search(r"\nassembler Triton \S+ makes an H100's code by ptxas 1\d\.\d", out)
     assert out.startswith('auto      bf16 (there is no CUDA GPU')
     assert 'to do' not in out
     assert f'\nemulate   {", ".join(fp8.RECIPES)}\n' in out and '\nnative    tensorwise, delayed, ' in out

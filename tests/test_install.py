@@ -30,6 +30,19 @@ def test_transformer_engine_is_left_out_where_it_does_not_install(tmp_path):
         assert ('pytest' in asked, 'requirements-te.txt' in asked) == (True, bool(gpu))
 
 
+def test_ci_installs_one_version_of_torch(tmp_path):
+    shutil.copy(ROOT / 'Makefile', tmp_path)
+    for name in 'requirements.txt', 'requirements-dev.txt':
+        shutil.copy(ROOT / name, tmp_path)
+    [version] = re.findall('^torch=(torch==\\S+)', (ROOT / '.ci/run').read_text(), re.M)
+    made = re.findall('^make .*', (ROOT / '.ci/run').read_text(), re.M)
+    assert made and all(line.endswith(' TORCH="$torch"') for line in made)
+    words = ['make', '-n', 'test', f'TORCH={version}']
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=True)
+    installs = re.findall('-r requirements.*', done.stdout)
+    assert installs == [f"-r requirements{part}.txt '{version}'" for part in ('', '-dev')]
+
+
 SCRIPT = """
 import torch
 import model
