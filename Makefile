@@ -51,14 +51,14 @@ install: .venv/ready
 	$(PIP) ruff
 	@touch $@
 
-# TORCH:       the version of torch, as torch==2.13.0; without it, the newest that requirements.txt allows
+# TORCH:       torch's version, as torch==2.13.0, and any others; without it, the newest of requirements.txt
 # TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(PIP) "$(or $(TORCH),$$(grep -o '^torch[^ ]*' requirements.txt))" --index-url $(TORCH_INDEX))
-	$(PIP) -r requirements.txt $(if $(TORCH),'$(TORCH)')
+	$(if $(TORCH_INDEX),$(PIP) $(or $(TORCH:%='%'),"$$(grep -o '^torch[^ ]*' requirements.txt)") --index-url $(TORCH_INDEX))
+	$(PIP) -r requirements.txt $(TORCH:%='%')
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt
-	$(PIP) -r requirements-dev.txt $(if $(TORCH),'$(TORCH)')
+	$(PIP) -r requirements-dev.txt $(TORCH:%='%')
 	@touch $@
