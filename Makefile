@@ -6,6 +6,7 @@
 # make lint:       ruff, and tests/lint.py: pages' figures and names
 # make install:    .venv with all requirements, Transformer Engine included where there is an NVIDIA GPU
 PYTHON ?= python3
+TORCH ?=
 TORCH_INDEX ?=
 DATA_FILES ?=
 BIN := .venv/bin
@@ -50,13 +51,14 @@ install: .venv/ready
 	$(PIP) ruff
 	@touch $@
 
-# TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries.
+# TORCH:       torch's version, as torch==2.13.0, and any others; without it, the newest of requirements.txt
+# TORCH_INDEX: where a build of torch for this machine is, such as a CPU's, without gigabytes of CUDA libraries
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(PIP) "$$(grep -o '^torch[^ ]*' requirements.txt)" --index-url $(TORCH_INDEX))
-	$(PIP) -r requirements.txt
+	$(if $(TORCH_INDEX),$(PIP) $(or $(TORCH:%='%'),"$$(grep -o '^torch[^ ]*' requirements.txt)") --index-url $(TORCH_INDEX))
+	$(PIP) -r requirements.txt $(TORCH:%='%')
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt
-	$(PIP) -r requirements-dev.txt
+	$(PIP) -r requirements-dev.txt $(TORCH:%='%')
 	@touch $@

@@ -46,7 +46,7 @@ except (ImportError, OSError) as error:
 from fp8gpt import distributed, fp8, pretrained
 from fp8gpt.fp8.backends import BACKENDS
 from fp8gpt.fp8.linear import RECIPES
-from fp8gpt.gpus import device_line
+from fp8gpt.gpus import assembler_lines, device_line
 from model import GPT, GPTConfig, Linear
 
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
@@ -88,16 +88,16 @@ def report_machine(device, tokens):
     gpus = driver_lines()
     auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
     print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})')
-    print(device_line(device))
-    print(f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
+    print(f'{device_line(device)}\ndriver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
     print(f'packages  Python {platform.python_version()}',
           *(f'{name} {installed(name)}' for name in PACKAGES), sep=', ')
+    say(*assembler_lines(device))
     if gpus and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             print(f'to do     torch {torch.__version__} reaches no GPU: {first_line(error)}; for its build '
-                  'with CUDA: pip uninstall -y torch && pip install "torch>=2.11,<2.14"')
+                  'with CUDA: pip uninstall -y torch && pip install -r requirements.txt')
     print()
     runs = {}
     for backend in BACKENDS:

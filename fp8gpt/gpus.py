@@ -70,6 +70,32 @@ def device_name(device):
     return f'{device.type.upper()}, {model}, {torch.get_num_threads()} threads'
 
 
+FAULTY = '12.8', '12.9'     # releases of ptxas with wrong code: triton-lang/triton 11111 and 11581
+
+
+def assembler_lines(device):
+    """Return the line about the assembler of Triton's code for a device, or for an H100 where that is a CPU;
+    [] without Triton."""
+    import torch
+    gpu, arch = 'an H100', 90
+    if device.type == 'cuda':
+        major, minor = torch.cuda.get_device_capability(device)
+        gpu, arch = 'this GPU', 10 * major + minor
+    try:
+        import triton
+        from triton.backends.nvidia.compiler import get_ptxas
+        release = get_ptxas(arch).version
+    except (ImportError, RuntimeError):     # the latter where Triton has no ptxas
+        return []
+    line = f"assembler Triton {triton.__version__} makes {gpu}'s code by ptxas {release}"
+    if release in FAULTY:
+        cure, newer = 'pip install "torch==2.15.*"', get_ptxas(90)
+        if newer.version not in FAULTY:     # torch 2.15 takes it from sm_90 on, but it knows older GPUs, too
+            cure = f'export TRITON_PTXAS_PATH={newer.path}'
+        line += f', which may miscompile FP8 casts: {cure}'
+    return [line]
+
+
 def device_line(device):
     """Return the line about a device; in its second row, the device's peaks."""
     import torch

@@ -49,7 +49,7 @@ def problem():
     if importlib.util.find_spec('triton') is None:
         return 'there is no Triton, which torch.compile\'s code for a GPU wants'
     import triton
-    for module, first, end in (torch, (2, 11), (2, 14)), (triton, (3, 6), (3, 8)):
+    for module, first, end in (torch, (2, 11), (2, 16)), (triton, (3, 6), (3, 10)):
         if not first <= tuple(map(int, module.__version__.split('.')[:2])) < end:
             return f'{module.__name__} {module.__version__} may have its private doors elsewhere'
     return ''

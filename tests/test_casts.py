@@ -191,9 +191,11 @@ GPU_CASES += [
 @pytest.mark.slow
 @pytest.mark.parametrize('inputs, how, dtype, arch', GPU_CASES)
 def test_a_kernel_is_made_for_gpus(monkeypatch, inputs, how, dtype, arch):
+    monkeypatch.setenv('TRITON_DEFAULT_FP_FUSION', '0')     # as in Triton 3.10
     code = code_for(monkeypatch, arch, casts, 'cast_kernel',
                     lambda: cast(inputs, how, torch.ones(()), DTYPES[dtype], True))
     ptx = code.asm['ptx']
+    assert code.metadata.enable_fp_fusion
     reads, writes = (re.findall(rf'\b{kind}\.global\.(\S+)', ptx) for kind in ('ld', 'st'))
     if how != 'norm':       # whose statistics are one number a row
         assert set(reads) == {'v4.b32', 'b32'}
@@ -221,6 +223,7 @@ def test_a_launch_takes_the_kernel_that_triton_takes(monkeypatch):
 
     def compare(kernel, grid, arguments, key, **options):
         launch(kernel, grid, arguments, key, **options)
+        options = {'enable_fp_fusion': True, **options}
         right.append(casts.COMPILED[key] is kernel.warmup(*arguments, grid=grid, **options))
     for name, value in dict(launch=compare, COMPILED={}, in_triton=lambda x: True).items():
         monkeypatch.setattr(casts, name, value)

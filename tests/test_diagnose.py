@@ -2,13 +2,16 @@
 import math
 import re
 import sys
+import types
 
+import pytest
 import torch
 
 import diagnose
 from conftest import refused, run
 from fp8gpt import fp8
 from fp8gpt.fp8 import backends, health
+from fp8gpt.gpus import assembler_lines
 
 CPU = torch.device('cpu')
 
@@ -39,6 +42,23 @@ def test_one_figure_decides():
         assert wrong == []
 
 
+def test_what_makes_wrong_code_and_what_to_do(monkeypatch):
+    compiler = pytest.importorskip('triton.backends.nvidia.compiler')
+    wrong = 'which may miscompile FP8 casts: '
+    for capability, below_90, others, end in (
+            ((9, 0), '12.8', '12.8', f'this GPU\'s code by ptxas 12.8, {wrong}pip install "torch==2.15.*"'),
+            ((8, 9), '12.9', '13.4', f'ptxas 12.9, {wrong}export TRITON_PTXAS_PATH=/ptxas90'),    # torch 2.15
+            ((9, 0), '12.9', '13.4', "this GPU's code by ptxas 13.4")):
+        made = {arch: types.SimpleNamespace(version=below_90 if arch < 90 else others, path=f'/ptxas{arch}')
+                for arch in (89, 90)}
+        monkeypatch.setattr(compiler, 'get_ptxas', made.get)
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device, sm=capability: sm)
+        [line] = assembler_lines(torch.device('cuda'))
+        assert line.endswith(end)
+    monkeypatch.setitem(sys.modules, 'triton', None)
+    assert assembler_lines(CPU) == []
+
+
 H100, A100 = 'NVIDIA H100 80GB HBM3', 'NVIDIA A100-SXM4-80GB'
 
 
@@ -46,6 +66,7 @@ def test_on_a_cpu(tmp_path):
     out = run('diagnose.py', env={'CUDA_VISIBLE_DEVICES': '', 'PATH': str(tmp_path)}).stdout
     assert 'device    CPU, ' in out and f'torch {torch.__version__}' in out
     assert 'driver    nvidia-smi does not answer' in out
+    assert re.search(r"\nassembler Triton \S+ makes an H100's code by ptxas 1\d\.\d", out)
     assert out.startswith('auto      bf16 (there is no CUDA GPU')
     assert 'to do' not in out
     assert f'\nemulate   {", ".join(fp8.RECIPES)}\n' in out and '\nnative    tensorwise, delayed, ' in out

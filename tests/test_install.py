@@ -30,6 +30,20 @@ def test_transformer_engine_is_left_out_where_it_does_not_install(tmp_path):
         assert ('pytest' in asked, 'requirements-te.txt' in asked) == (True, bool(gpu))
 
 
+def test_ci_installs_one_version_of_torch(tmp_path):
+    shutil.copy(ROOT / 'Makefile', tmp_path)
+    for name in 'requirements.txt', 'requirements-dev.txt':
+        shutil.copy(ROOT / name, tmp_path)
+    script = (ROOT / '.ci/run').read_text()
+    [versions], made = re.findall("^torch='(torch==.+)'", script, re.M), re.findall('^make .*', script, re.M)
+    assert made and all(line.endswith(' TORCH="$torch"') for line in made)
+    words = ['make', '-n', 'test', f'TORCH={versions}']
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=True)
+    installs = re.findall('-r requirements.*', done.stdout)
+    packages = ' '.join(f"'{version}'" for version in versions.split())
+    assert installs == [f'-r requirements{part}.txt {packages}' for part in ('', '-dev')]
+
+
 SCRIPT = """
 import torch
 import model

@@ -11,6 +11,8 @@ from model import PRESETS
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(fake_cuda.problem()), reason=fake_cuda.problem())]
 BF16, INDUCTOR = ('off', 'tensorwise', 'auto'), ('native', 'tensorwise', 'auto')
 DELAYED = 'native', 'delayed', 'triton'
+# GB by inductor: torch 2.15 fuses the casts of GELU's gradient otherwise
+OF_DELAYED = 3.93 if torch.__version__ >= '2.15' else 4.18
 
 
 def counted(**asked):
@@ -19,21 +21,21 @@ def counted(**asked):
 
 
 @pytest.mark.parametrize('preset, choices, gigabytes, launches', [
-    ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, 4.18), (27, 55, 61)),
+    ('gpt2', [BF16, INDUCTOR, ('native', 'delayed', 'auto')], (2.66, 4.38, OF_DELAYED), (27, 55, 61)),
     ('gpt2', [('native', 'tensorwise', 'triton'), DELAYED], (3.52, 2.58), (62, 58)),
     ('h100-350m', [DELAYED], (4.44,), (47,)),
 ])
 def test_bytes_of_a_block_are_those_known(preset, choices, gigabytes, launches):
     """docs/fp8.md has these; torch.compile's code differs by up to 4%, and three launches, between torch 2.11
-    and 2.13. Tensorwise stores no FP8 byte by byte: torch.compile's casts for delayed scaling do from torch
-    2.13 on, transposed, which no count of bytes shows, so fp8.misfit refuses them."""
+    and 2.13. Tensorwise stores no FP8 byte by byte: torch.compile's casts for delayed scaling do in torch
+    2.13, transposed, which no count of bytes shows, so fp8.misfit refuses them."""
     sequences, inductor = 32, INDUCTOR in choices
     rows = counted(preset=preset, sequences=sequences, choices=choices, ptx=inductor)
     assert [row['bytes'] / 1e9 for row in rows] == pytest.approx(gigabytes, rel=0.04)
     assert [row['launches'] for row in rows] == pytest.approx(launches, abs=3)
     if inductor:
         assert all(row['assembled'] > 10 and row['spills'] == 0 for row in rows)
-        assert [row['scattered'] for row in rows] == [0, 0, 2 * (torch.__version__ >= '2.13')]
+        assert [row['scattered'] for row in rows] == [0, 0, 2 * ('2.13' <= torch.__version__ < '2.15')]
 
 
 @pytest.mark.parametrize('preset, sequences', [('gpt2', 32), ('llama-3.1-8b', 1)])
