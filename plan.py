@@ -103,7 +103,7 @@ def kept_bytes(c, in_fp8):
     return 6 * c.n_embd + 2 * (sum(K) + N[0] + N[2] + rotated) - in_fp8 * (sum(K) - K[1])
 
 
-def gathered(run, others, matrices, in_fp8):
+def gathered_bytes(run, others, matrices, in_fp8):
     """Return the bytes that a rank of a sharded model holds whole: the embedding, the head and their
     gradients, two blocks' weights, or all, and a block's gradients. others: bytes of what is no matrix of a
     block; matrices: the number of those weights."""
@@ -122,7 +122,7 @@ def memory(run, model, gpus, in_fp8):
     logits = tokens * c.padded_vocab_size * (4 + in_fp8 * config['fp8_head']) / config['loss_chunks']
     weights, shards = sum(p.nbytes for p in model.parameters()), 1 if mode == 'ddp' else gpus
     count = micro_steps(config, run.batch_size, gpus)
-    whole = gathered(run, weights - itemsize * matrices, matrices, in_fp8)
+    whole = gathered_bytes(run, weights - itemsize * matrices, matrices, in_fp8)
     if config['lora_rank']:
         weights += in_fp8 * (1 - itemsize) * matrices   # frozen ones are in FP8 alone
     elif shards > 1 or count >= fp8.FEWEST:
