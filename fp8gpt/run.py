@@ -214,7 +214,7 @@ class Run:
 
 
 class Source(NamedTuple):
-    """What a run starts from. config: the settings, over those of a checkpoint that the run resumes from.
+    """Holds what a run starts from. config: the settings, over those of a checkpoint that the run resumes from.
     resumed, resume_path: that checkpoint and its path, or None. model: the checkpoint or Hugging Face model
     whose weights the model starts with, see pretrained.base, or None; it is `resumed` too, unless that holds
     adapters alone."""
