@@ -214,10 +214,10 @@ class Run:
 
 
 class Source(NamedTuple):
-    """Holds what a run starts from. config: the settings, over those of a checkpoint that the run resumes from.
-    resumed, resume_path: that checkpoint and its path, or None. model: the checkpoint or Hugging Face model
-    whose weights the model starts with, see pretrained.base, or None; it is `resumed` too, unless that holds
-    adapters alone."""
+    """Holds what a run starts from. config: the settings, over those of a checkpoint that the run resumes
+    from. resumed, resume_path: that checkpoint and its path, or None. model: the checkpoint or Hugging Face
+    model whose weights the model starts with, see pretrained.base, or None; it is `resumed` too, unless that
+    holds adapters alone."""
     config: Config
     resumed: dict | None
     resume_path: str | None
