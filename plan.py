@@ -147,14 +147,14 @@ def step_seconds(run, model, gpu, length, gpus):
     forward = c.flops_per_token(c.block_size) / 3 - 2 * width * c.vocab_size    # of the blocks
     flops = length.tokens_per_step / gpus * (run.flops_per_token + recomputed(run) * forward)
     computing = flops / (numpy.interp(width, *MFU) * gpu.bf16 * 1e12)
-    beside = 2 * c.count_parameters() * (1 - 1 / gpus) / (1e9 * min(gpu.link / 2, 400))
+    gather = 2 * c.count_parameters() * (1 - 1 / gpus) / (1e9 * min(gpu.link / 2, 400))
+    is_sharded, beside = config['sharding_mode'] != 'ddp', 0
     if config['optimizer'] == 'adamw8bit':
-        values = optim.moment_bytes(model, 'adamw') / 8
-        beside += LOW_BIT * values / (config['sharding_mode'] == 'ddp' or gpus)
-    seconds, of_recipe = {'bf16': computing + beside}, RECIPES.get(config['fp8_recipe'])
+        beside = LOW_BIT * optim.moment_bytes(model, 'adamw') / 8 / (gpus if is_sharded else 1)
+    seconds, of_recipe = {'bf16': computing + beside + gather}, RECIPES.get(config['fp8_recipe'])
     if gpu.fp8 and of_recipe and width >= LEAST:
-        beside /= 1 + (config['sharding_mode'] != 'ddp')
-        seconds['FP8'] = computing / of_recipe / numpy.interp(width, *GAINS) + beside
+        faster = of_recipe * numpy.interp(width, *GAINS)
+        seconds['FP8'] = computing / faster + beside + gather / (1 + is_sharded)
     return seconds
 
 

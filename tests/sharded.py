@@ -211,6 +211,9 @@ def weights_are_whole_where_fp8_is_not():
         assert torch.equal(gpt(idx, idx), whole[0](idx, idx))
         with pytest.raises(fp8.OptionError, match='cannot be undone'):
             fp8.convert(gpt, fp8.OFF)
+        gpt.load_state_dict({name: p * 2 for name, p in gpt.state_dict().items()}, assign=True)
+        whole[0].load_weights({name: p * 2 for name, p in whole[0].weights().items()})
+        assert torch.equal(gpt(idx, idx), whole[0](idx, idx))
 
 
 def frozen_weights_are_fp8_alone():

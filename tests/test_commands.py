@@ -31,12 +31,18 @@ RESOLVED = {
         block_size=512, use_wandb=True, run_name='llama'),
     '--out_dir out --eval_interval 5 --log_interval 1 --max_iters 9 --warmup_iters 2 --wandb_log': dict(
         checkpoint_dir='out', eval_freq=5, log_freq=1, max_steps=9, warmup_steps=2, use_wandb=True),
+    '--max_iters=9 --lr_decay_iters=9 --decay_lr=True --backend=nccl --beta1=0.9 --dropout=0.0': dict(
+        max_steps=9),
     '--total_steps 7 --config configs/test_fp8.yaml': dict(max_steps=7, num_epochs=0.0),
 }
 # line: what the one line says
 REFUSED = {
     'train_fp8.py --mixed_precision fp16': "mixed_precision wants one of fp8, bf16, not 'fp16'",
     'train.py --mixed_precision=fp8': 'use_fp8 is a setting of train_fp8.py',
+    'train.py --max_iters=9 --lr_decay_iters=8': 'the learning rate falls until the end of the run',
+    'train.py --decay_lr=False': 'decay_lr',
+    'train.py --beta1=0.8': 'beta1',
+    'sample.py --out_dir=out': '--ckpt=FOLDER',
     'sample.py --use_te': "no setting is called 'use_te'",
     'diagnose.py --use_te': 'use_te wants one of native, te, torchao, emulate, not',
     'prepare_data.py --dataset=stdlib fineweb': "what is 'fineweb'",

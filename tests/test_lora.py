@@ -338,6 +338,12 @@ def test_an_end_that_was_never_trained_is_said(tmp_path, capsys):
             model.wte.weight[[zeros, 599]] = model.wte.weight[:zeros].mean(0) + model.wte.weight[7]
         lora.start(model, a_run)
         assert said in (out := capsys.readouterr().out) and bool(out) == bool(said)
+        with torch.no_grad():       # of one added token, where all rows share a direction
+            model = GPT(dataclasses.replace(GPT2, vocab_size=600))
+            model.wte.weight += 0.1
+            model.wte.weight[zeros] = model.wte.weight.mean(0)
+        lora.start(model, a_run)
+        assert said in (out := capsys.readouterr().out) and bool(out) == bool(said)
 
 
 def test_a_merged_checkpoint_is_one_as_any(runs, base, tmp_path, monkeypatch):

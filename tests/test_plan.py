@@ -166,6 +166,11 @@ def test_time_by_hand():
     assert again == pytest.approx(1 + (flops / 3 - 2 * 768 * 50_257) / flops, rel=1e-3)
     low, plain = (planned(f'{start} --optimizer={name}')[0]['bf16'] for name in ('adamw8bit', 'adamw'))
     assert low - plain == pytest.approx(26e-12 * GPT2)
+    # of shards a rank updates its own; FP8 halves what travels, and nothing else
+    sharded = f'{start} --sharding_mode=fsdp_full --optimizer=adamw8bit'
+    seconds, sent = planned(sharded, 8)[0], 2 * GPT2 * 7 / 8 / 400e9
+    assert seconds['bf16'] - alone == pytest.approx(26e-12 * GPT2 / 8 + sent, rel=0.02)
+    assert seconds['FP8'] - alone / 1.08 == pytest.approx(26e-12 * GPT2 / 8 + sent / 2, rel=0.02)
 
 
 def test_no_gain_is_predicted_where_none_was_measured(said):

@@ -117,7 +117,7 @@ def log_health(log, step, model, choice, run):
     for line in health_lines(rows):
         log.say_at(step, line)
     scalars = {f'fp8_{row["layer"]}/{row["tensor"]}_{name}': row[name] for row in rows for name in FIGURES}
-    for name, tensors in ('fwd', 'input, weight'), ('bwd', 'grad'):
+    for name, tensors in ('fwd', LOOKED_AT[:GRAD]), ('bwd', LOOKED_AT[GRAD:]):
         scales = [row['scale'] for row in rows if row['tensor'] in tensors]
         scalars[f'fp8_{name}_scale'] = statistics.geometric_mean(scales or [math.nan])
     log.scalars(step, **scalars)

@@ -306,13 +306,16 @@ def refuse_second_derivative():
                            'fp8.paused()')
 
 
-def in_backward(one, dy8):
-    """Return a Float8Tensor whose data depends on dy8, a gradient's, without a changed bit: else a compiler
-    transposes a weight in forward, and keeps all of them until backward."""
-    if on_cpu(one.data) or not torch.compiler.is_compiling():
-        return one
-    nothing = (dy8.scale_inv[0, 0].view(torch.int32) & 0).to(torch.uint8)
-    return one._replace(data=(one.data.view(torch.uint8) ^ nothing).view(one.data.dtype))
+def dgrad_operand(w, is_transposed, quantizers, dy8):
+    """Return the Float8Tensor of W^T (K, N), of what forward has kept: that itself, or W. Of W, its data
+    depend on dy8, a gradient's, without a changed bit: else a compiler transposes all weights in forward, and
+    keeps them until backward."""
+    if is_transposed:
+        return w
+    if torch.compiler.is_compiling() and not on_cpu(w.data):
+        nothing = (dy8.scale_inv[0, 0].view(torch.int32) & 0).to(torch.uint8)
+        w = w._replace(data=(w.data.view(torch.uint8) ^ nothing).view(w.data.dtype))
+    return quantizers.wt.transpose_of(w)
 
 
 def weight_operands(weight, quantizers, scale, cache):
@@ -351,8 +354,8 @@ class Matmul(torch.autograd.Function):
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)        # (N, K), (K, N)
         update_amax(running, x8.amax, w8.amax)
         trains = ctx.needs_input_grad[1]    # if not, x^T and dy^T are not used, and a compiler drops them
-        ctx.frozen = wt.data is None        # then backward makes it of w8
-        ctx.save_for_backward(*(w8 if ctx.frozen else wt)[:2], *(xt[:2] if trains else ()))
+        ctx.has_wt = wt.data is not None
+        ctx.save_for_backward(*(wt if ctx.has_wt else w8)[:2], *(xt[:2] if trains else ()))
         if bias is not None:
             bias = bias.to(x.dtype)
         return mm(x8, w8, x.dtype, bias, fast=True)                          # (M, K) (N, K)^T -> (M, N)
@@ -363,9 +366,8 @@ class Matmul(torch.autograd.Function):
         (q, mm), (wt, wt_scale, *xt) = ctx.arithmetic, ctx.saved_tensors
         dy8, dyt = q.dy.both(dy, q.dy if q.xt else None, ctx.scale[GRAD])   # (M, N), (N, M)
         update_amax(ctx.running, grad=dy8.amax)
-        wt = Float8Tensor(wt, wt_scale, q.w.block if ctx.frozen else q.wt.block)
-        if ctx.frozen:
-            wt = q.wt.transpose_of(in_backward(wt, dy8))
+        kept = Float8Tensor(wt, wt_scale, q.wt.block if ctx.has_wt else q.w.block)
+        wt = dgrad_operand(kept, ctx.has_wt, q, dy8)
         dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
             dw = dy.t() @ xt[0]                                              # xt[0] is x itself, (M, K)

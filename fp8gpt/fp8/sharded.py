@@ -44,7 +44,7 @@ class ShardedWeight:
         self.set_hooks()
 
     def set_hooks(self):
-        """Set FSDP2's two hooks on the shard."""
+        """Set FSDP2's two hooks on the shard: anew where load_state_dict(assign=True) has replaced it."""
         self.shard.fsdp_pre_all_gather, self.shard.fsdp_post_all_gather = self.sent, self.received
 
     def drop(self):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 
 from ..linear import (
-    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, falls_back, in_backward,
+    GRAD, INPUT, TENSOR, WEIGHT, Float8Tensor, Fp8Linear, Quantizer, autocast, dgrad_operand, falls_back,
     inverse, mode, refuse_second_derivative, update_amax, weight_operands)
 from .casts import VALUES, cast, partial_amaxes
 from .norms import norm_backward
@@ -102,8 +102,8 @@ class KernelMatmul(Function):
         x8, xt, _ = quantise(q.x, how, inputs, ctx.scale[INPUT])
         w8, wt = weight_operands(weight, q, ctx.scale[WEIGHT], cache)
         update_amax(running, x8.amax, w8.amax)
-        ctx.gathered = wt.data is None      # in FP8: backward makes W^T of it
-        wt = w8 if ctx.gathered else wt
+        ctx.has_wt = wt.data is not None
+        wt = wt if ctx.has_wt else w8
         y = mm(x8, w8, x.dtype, bias=None if bias is None else bias.to(x.dtype), fast=True)
         if kernel in ('gelu', 'swiglu'):
             ctx.save_for_backward(*wt[:2], *xt[:2], y)
@@ -121,8 +121,8 @@ class KernelMatmul(Function):
         biased = ctx.bias_dtype is not None
         dy8, dyt, sums = quantise(q.dy, ctx.how, inputs, ctx.scale[GRAD], sums=biased)
         update_amax(ctx.running, grad=dy8.amax)
-        wt = Float8Tensor(wt, wt_scale, TENSOR)
-        dx = mm(dy8, q.wt.transpose_of(in_backward(wt, dy8)) if ctx.gathered else wt, dy.dtype)
+        wt = dgrad_operand(Float8Tensor(wt, wt_scale, TENSOR), ctx.has_wt, q, dy8)
+        dx = mm(dy8, wt, dy.dtype)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
         db = sums.sum(0).to(ctx.bias_dtype) if biased else None
         return dx.view(ctx.shape), None, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
