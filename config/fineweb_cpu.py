@@ -19,4 +19,4 @@ eval_tokens = 65_536
 checkpoint_freq = 130
 sample_freq = 130
 log_freq = 1
-fp8_backend = 'native'         # by name: a CPU rounds to FP8 as a GPU does, and multiplies in fp32
+fp8_backend = 'native'         # by name: a CPU rounds to FP8 as a GPU does, and adds in fp32

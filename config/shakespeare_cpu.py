@@ -30,4 +30,4 @@ sample_freq = 500
 checkpoint_freq = 250
 log_freq = 50
 
-fp8_backend = 'native'        # by name: a CPU rounds to FP8 as a GPU does, and multiplies in fp32
+fp8_backend = 'native'        # by name: a CPU rounds to FP8 as a GPU does, and adds in fp32

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 from fp8gpt import fp8
 from fp8gpt.fp8.backends import TORCHAO_RECIPES, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
-    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm, in_float32,
-    quantizers, scaled_mm)
+    E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm,
+    quantizers, scaled_mm, values_in)
 from fp8_models import ON_A_CPU, on_a_cpu
 from helpers import products, random, relative, same_bits, spied
 from model import PRESETS
@@ -90,7 +90,7 @@ def test_codes_are_read_exactly_in_any_layout():
     for dtype in E4M3, E5M2:
         codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
         for data in codes, codes.t(), codes[::2]:
-            values, factor = in_float32(data)
+            values, factor = values_in(torch.float32, data)
             exact = data.float()
             same = (values * factor).view(torch.int32) == exact.view(torch.int32)   # -0, too
             assert (same | exact.isnan()).all()
@@ -226,10 +226,37 @@ def test_a_bias_joins_a_product_in_fp32_afterwards(monkeypatch):
         assert y.dtype == dtype and relative(y, emulated_mm(q.x(x), q.w(w), torch.float32, bias)) < 2**-8
 
 
-def test_a_cpu_multiplies_as_emulate_does():
+@pytest.mark.parametrize('units', [False, True])
+def test_a_cpu_multiplies_as_emulate_does(units, monkeypatch):
+    """Bit for bit, but for products in bf16 by units for it."""
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': units})
     for recipe in RECIPES:
-        native, emulated = (linear(recipe, 'hybrid', mm, *operands())[0] for mm in (native_mm, emulated_mm))
-        assert all(map(torch.equal, native, emulated))
+        (*native, dw), (*emulated, wanted) = (
+            linear(recipe, 'hybrid', mm, *operands())[0] for mm in (native_mm, emulated_mm))
+        assert torch.equal(dw, wanted)      # in fp32, or of several scales
+        if not units or RECIPES[recipe].activation != TENSOR:
+            assert all(map(torch.equal, native, emulated))
+
+
+@pytest.mark.parametrize('format', [E4M3, E5M2])
+@pytest.mark.parametrize('bias', [None, random(48, seed=3)])
+def test_units_for_bf16_round_a_product_of_codes_once(format, bias, monkeypatch):
+    """Each code, subnormal or not, is exact in bf16, and the product of two in fp32: what differs is the
+    order of a sum in fp32. A scale that is NaN, of a bad step, is seen in every value."""
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': True})
+    codes = torch.arange(256, dtype=torch.uint8).view(format)
+    codes = codes.where(codes.float().isfinite(), torch.zeros((), dtype=format)).repeat(32, 1)
+    b = Quantizer(E4M3, TENSOR, False, 0)(random(48, 256, seed=2))
+    for scale_inv in 3e-5, 700.0:
+        a = Float8Tensor(codes, torch.full((1, 1), scale_inv), TENSOR)
+        left, right = a.dequantize().double(), b.dequantize().double().t()
+        exact, terms = left @ right, left.abs() @ right.abs()
+        if bias is not None:
+            exact, terms = exact + bias, terms + bias.abs()
+        error = (native_mm(a, b, torch.bfloat16, bias) - exact).abs()
+        assert (error <= 2**-8 * exact.abs() + 256 * 2**-24 * terms).all()
+    bad = a._replace(scale_inv=torch.full((1, 1), torch.nan))
+    assert native_mm(bad, b, torch.bfloat16, bias).isnan().all()
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'rowwise', 'rowwise_gw_hp'])

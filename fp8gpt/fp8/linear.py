@@ -20,7 +20,7 @@ transposed operand is a transposed copy; else it is quantised anew from the unro
 "delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
 
 The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU has
-no such units: it multiplies the dequantised operands in fp32, of any layout.
+no such units: it multiplies the codes in fp32 or in bf16, which hold them exactly, and adds in fp32.
 """
 import contextlib
 import functools
@@ -102,7 +102,7 @@ class Float8Tensor(NamedTuple):
     def dequantize(self):
         """Return data * scale_inv, fp32."""
         (R, C), (down, across) = self.data.shape, self.scale_inv.shape
-        values, factor = in_float32(self.data)
+        values, factor = values_in(torch.float32, self.data)
         tiles = values.view(down, R // down, across, C // across)
         return tiles.mul_((self.scale_inv * factor).reshape(down, 1, across, 1)).view(R, C)
 
@@ -112,16 +112,17 @@ def on_cpu(x):
     return x.is_cpu
 
 
-def in_float32(data):
-    """Return FP8 values, fp32, and by what to multiply them. torch's cast of e4m3 on a CPU takes ten times as
-    long as a shift of the bits to where fp16 has them. NaN becomes 480 there; its scale_inv is NaN, too."""
+def values_in(dtype, data):
+    """Return FP8 values in fp32 or bf16, which both hold them exactly, and by what to multiply them. torch's
+    cast of e4m3 on a CPU takes ten times as long as a shift of the bits to where fp16 has them. NaN becomes
+    480 there; its scale_inv is NaN, too."""
     if not on_cpu(data):
-        return data.float(), 1
+        return data.to(dtype), 1
     bits = data.view(torch.int8).to(torch.int16)    # with its sign in all of the first byte
     if data.dtype == E5M2:  # is fp16's first byte
-        return bits.mul_(2**8).view(torch.float16).float(), 1
+        return bits.mul_(2**8).view(torch.float16).to(dtype), 1
     # one bit less of exponent, whose bias is 7, not 15
-    return bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16).float(), 2**8
+    return bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16).to(dtype), 2**8
 
 
 class Quantizer(NamedTuple):
