@@ -130,7 +130,7 @@ def plot_lr(config, out):
         raise SettingError(f'how many steps {length.ended_by} allows, a run measures: --max_steps=N draws N')
     length.schedule.check()
     title = (f'{config["lr_schedule"]}: {length.last_step:,} steps ({length.ended_by}), '
-             f'warm-up {config["warmup_steps"]:,}')
+             f'warm-up {length.schedule.warmup_steps:,}')
     steps = sorted({(length.last_step - 1) * i // 1999 for i in range(2000)})
     rates = [*map(length.schedule.rate, steps)]
     figure, axes = plt.subplots(figsize=(8, 4))

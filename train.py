@@ -165,8 +165,10 @@ ddp_model = distributed.wrap(model, ranks)
 if not batch_size:
     from fp8gpt import batch_size_finder
     packed = bool(train_data.packing)
-    batch_size = batch_size_finder.find_batch_size(run, model, optimizer, ranks, packed)
+    config['batch_size'] = batch_size = batch_size_finder.find_batch_size(
+        run, model, optimizer, ranks, packed)
     length = run.length(ranks.world_size, train_data.tokens_per_epoch)
+config.update(length.fitted)
 micro_steps, last_step, eval_freq = length.micro_steps, length.last_step, config['eval_freq']
 schedule = length.schedule
 budget = optim.Budget(max_hours, last_step, before.get('hours', 0.0))
@@ -330,6 +332,7 @@ while step < last_step and not stopping:
         )
     if budget.steps == 2:
         log.intro(schedule.fit(config))  # under max_hours, the last step is known only now
+        config['warmup_steps'] = schedule.warmup_steps
         schedule.check()
     stopping = stop.asked() or diverged
     if step % checkpoint_freq == 0 or step == last_step:

@@ -16,7 +16,7 @@ HEADROOM = 0.1      # of a GPU's memory: for evaluation, samples and the allocat
 
 
 def find_batch_size(run, model, optimizer, ranks, packed):
-    """Return the largest batch_size that fits every rank, and put it into the run's settings.
+    """Return the largest batch_size that fits every rank.
 
     model: as the run computes it, compiled or not. packed: whether windows hold several examples, which
     attention keeps apart. Raises MachineError where no batch fits."""
@@ -55,7 +55,7 @@ def find_batch_size(run, model, optimizer, ranks, packed):
             torch._dynamo.reset()
         return bool(distributed.smallest_of_ranks(int(fitting)))
 
-    size = config['batch_size'] = largest_fitting(config, ranks.world_size, fits)
+    size = largest_fitting(config, ranks.world_size, fits)
     run.notes.append(f'batch     batch_size={size} fits, with {HEADROOM:.0%} of the memory left')
     return size
 

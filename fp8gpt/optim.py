@@ -53,11 +53,11 @@ class Schedule:
     def fit(self, config, is_shorter=False):
         """Cut a warm-up that nobody typed to a tenth of the run where it would take longer; one that is the
         run's own only where it does not fit, unless the run `is_shorter` than that. Return a line about it,
-        or ''. config: the script's settings, which get it."""
+        or ''. config: the script's settings."""
         tenth, before = max(1, int(self.last_step) // 10), self.warmup_steps
         if 'warmup_steps' in config.typed or before <= (tenth if is_shorter else self.last_step):
             return ''
-        config['warmup_steps'] = self.warmup_steps = tenth
+        self.warmup_steps = tenth
         return f'schedule  warmup_steps={tenth}, a tenth of the run, not {before}'
 
     def jump(self, step, before):

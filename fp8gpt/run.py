@@ -258,6 +258,10 @@ def over_checkpoint(config, resumed, path):
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={saved}: leave it '
                                f'out, or start anew from its weights, --init_from={path} {ELSEWHERE}')
     config['batch_size'] = config['batch_size'] or config.saved.get('batch_size', 0)    # a search's
+    for name, value in (resumed.get('fp8_choice') or {}).items():   # requests until now; nobody would see a
+        if not config.get('use_fp8') or name in config.files | config.typed:    # resumed run change
+            break   # a typed backend has recipes, and a typed recipe kernels, of its own
+        config[name] = config.saved[name] = value       # no difference from the checkpoint
     return config
 
 
@@ -417,7 +421,7 @@ def tokens_per_epoch(run):
 class Length:
     """The length of a run. micro_steps: of an optimizer step, per rank. ended_by: the limit that ends the
     run, as 'max_steps=10'. tokens: of the whole run. cut: a line about a warm-up that was too long for the
-    run, or ''."""
+    run, or ''. fitted: {name: value} of settings as they fit the run."""
     micro_steps: int
     sequences_per_step: int
     tokens_per_step: int
@@ -426,15 +430,16 @@ class Length:
     tokens: int
     schedule: optim.Schedule
     cut: str
+    fitted: dict
 
     @classmethod
     def of(cls, config, world_size, tokens_per_epoch, resumed=None):
         """Return the Length of a run whose batch_size is known. resumed: the checkpoint that it resumes from,
         whose tokens count, whatever a step was then. tokens_per_epoch: 0 where it does not matter.
 
-        The settings get a warmup_steps that fits the run, where nobody typed one, and an eval_freq of at most
-        an epoch, or 10 steps if an epoch is shorter, where nobody chose one. Raises
-        SettingError where a target does not divide, or the end is passed already."""
+        warmup_steps is made to fit the run where nobody typed one, and eval_freq to be an epoch at most, or
+        10 steps if an epoch is shorter, where nobody chose one. Raises SettingError where a target does not
+        divide, or the end is passed already."""
         steps = micro_steps(config, config['batch_size'], world_size)
         sequences = steps * config['batch_size'] * world_size
         tokens = sequences * config['block_size']
@@ -451,10 +456,11 @@ class Length:
         is_shorter = shortened or 'warmup_steps' not in config.given
         schedule = optim.Schedule.of(config, last_step)
         cut = schedule.fit(config, is_shorter)
+        fitted = {'warmup_steps': schedule.warmup_steps, 'eval_freq': config['eval_freq']}
         if 'eval_freq' not in config.given and tokens_per_epoch:
-            config['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
+            fitted['eval_freq'] = min(config['eval_freq'], max(10, tokens_per_epoch // tokens))
         return cls(steps, sequences, tokens, last_step, ended_by=ended_by, schedule=schedule, cut=cut,
-                   tokens=seen + (last_step - done) * tokens)
+                   tokens=seen + (last_step - done) * tokens, fitted=fitted)
 
 
 def micro_steps(config, batch_size, world_size):

@@ -15,16 +15,10 @@ from model import GPT, Linear
 
 def choose_precision(run, world_size=1):
     """Return (the fp8.Choice of a Run, lines to print), after the self-check on a GPU. run.compiled becomes
-    what runs. A run that was trained in FP8 takes its backend, recipe and kernels from the checkpoint, as
-    orders. Raises what fp8.choose, check_alike and health.self_check raise."""
+    what runs. Raises what fp8.choose, check_alike and health.self_check raise."""
     config, compiled, lines = run.config, run.compiled, []
     if config['eval_only']:
         return dataclasses.replace(fp8.OFF, reason='evaluation is without it'), lines
-    ran = run.resumed and run.resumed.get('fp8_choice') or {}
-    for name, value in ran.items():     # requests until now; nobody would see a resumed run change
-        if name in config.files | config.typed or not config['use_fp8']:
-            break   # a typed backend has recipes, and a typed recipe kernels, of its own
-        config[name] = config.saved[name] = value       # no difference from the checkpoint
     options = dataclasses.replace(fp8.Options.of(config), sharded=distributed.sharded(config))
     tokens = max(1, run.batch_size) * config['block_size']
     place = fp8.Place(run.device, tokens, compiled, tuple(run.model_config.linears()), run.compute_dtype)
@@ -39,7 +33,7 @@ def choose_precision(run, world_size=1):
             gc.collect()        # a compiled model is a cycle, and holds a gigabyte until one is looked for
             torch.cuda.empty_cache()
     except (fp8.OptionError, fp8.DeviceError) as error:
-        if not ran:
+        if not (run.resumed and run.resumed.get('fp8_choice')):
             raise
         raise type(error)(f'{error}. {run.resume_path} was trained in FP8: --no_fp8 continues in bf16, '
                           '--fp8_backend=auto --fp8_recipe=auto in what runs here') from None

@@ -200,7 +200,6 @@ def tried(monkeypatch, size, target=0, packed=False, kind='adamw', **options):
     run = types.SimpleNamespace(config={**CONFIG, 'target_effective_batch_size': target}, notes=[])
     before = {name: p.clone() for name, p in model.named_parameters()}
     fits = batch_size_finder.find_batch_size(run, model, optimizer, ONE, packed) == size
-    assert run.config['batch_size'] == fits * size
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     assert not optimizer.state
     return fits, model.seen, found

@@ -398,21 +398,23 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     assert given == [(found, '', 'auto'), 'forgotten']
     ran, asked = choice.ran, dict(run.config)
     assert ran == {'fp8_backend': 'native', 'fp8_recipe': 'tensorwise', 'fp8_kernels': 'inductor'}
-    run.resumed = {'precision': {'name': 'fp8', 'reason': 'native: auto'}, 'fp8_choice': ran}
+    run.resumed = {'optimizer': {'state': {}}, 'config': asked, 'fp8_choice': ran}
     run.resume_path = 'a.pt'
-    selfcheck.choose_precision(run)
-    run.config.update(asked)
-    run.config.files = {'fp8_recipe': 'auto'}
-    selfcheck.choose_precision(run)     # kernels are of one recipe
+
+    def resume(**files):
+        config = configure(str(ROOT / 'train_fp8.py'), words)
+        config.files = files
+        run.config = runs.over_checkpoint(config, run.resumed, 'a.pt')
+        selfcheck.choose_precision(run)
+    resume()
+    resume(fp8_recipe='auto')       # kernels are of one recipe
     assert given[2::2] == [
         (found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor'),
         (found, 'fp8_backend=native', 'auto')]
-    run.config.update(asked)
-    run.config.files = {}
     run.resumed['fp8_choice']['fp8_backend'] = 'te'
     message = '^fp8_backend=te fp8_recipe=tensorwise: no te. a.pt was trained in FP8: --no_fp8'
     with pytest.raises(DeviceError, match=message):
-        selfcheck.choose_precision(run)
+        resume()
 
 
 def test_the_self_checks_models_are_gone_when_the_runs_own_is_built(monkeypatch):

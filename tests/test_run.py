@@ -403,6 +403,7 @@ def test_a_warm_up_and_evaluations_that_nobody_chose_fit_the_run(tmp_path):
         config = configure(str(ROOT / 'train.py'), ['--batch_size=1', *words]).over(before)
         was = config['warmup_steps']
         length = Length.of(config, 1, epoch * 1024)
-        assert (words, config['warmup_steps'], config['eval_freq']) == (words, warmup, freq)
+        assert (words, length.fitted) == (words, {'warmup_steps': warmup, 'eval_freq': freq})
         assert ('warmup_steps=' in length.cut) == (warmup != was)
+        config.update(length.fitted)
         assert Length.of(config, 1, epoch * 1024).cut == '', 'it is cut once'
