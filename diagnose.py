@@ -36,6 +36,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import subprocess
+import textwrap
 
 try:
     import torch
@@ -50,6 +51,7 @@ from fp8gpt.gpus import assembler_lines, device_line
 from model import GPT, GPTConfig, Linear
 
 PACKAGES = ('triton', 'transformer_engine', 'torchao', 'tiktoken', 'datasets', 'transformers', 'wandb')
+NEXT = ' ' * 10     # begins the next row of a line
 
 
 def report_model(config, device):
@@ -83,15 +85,20 @@ def driver_lines():
         return []
 
 
+def fold(line):
+    """Return a line in rows of at most 100 columns."""
+    return textwrap.fill(line, 100, subsequent_indent=NEXT)
+
+
 def report_machine(device, tokens):
     """Print what this machine can do in FP8. tokens: of a micro-batch."""
     gpus = driver_lines()
     auto = fp8.choose(fp8.Options(), fp8.Place(device, tokens, compiling=device.type == 'cuda'))
-    print(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})')
-    print(f'{device_line(device)}\ndriver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
-    print(f'packages  Python {platform.python_version()}',
-          *(f'{name} {installed(name)}' for name in PACKAGES), sep=', ')
-    say(*assembler_lines(device))
+    print(fold(f'auto      {auto.backend if auto.on else "bf16"} ({auto.reason})'))
+    say(device_line(device), f'driver    {"; ".join(gpus) or "nvidia-smi does not answer"}')
+    versions = [f'{name} {installed(name)}' for name in PACKAGES]
+    say(fold(f'packages  Python {platform.python_version()}, {", ".join(versions)}'),
+        *assembler_lines(device))
     if gpus and not torch.cuda.is_available():
         try:
             torch.cuda.init()
@@ -111,7 +118,7 @@ def report_machine(device, tokens):
                 refused[str(error).rpartition(f'fp8_recipe={recipe}: ')[2]].append(recipe)
         print(f'{backend:<10}{", ".join(runs[backend]) or "no recipe"}')
         for reason, recipes in refused.items():
-            print(f'          not {", ".join(recipes)}: {reason}')
+            print(f'{NEXT}not {", ".join(recipes)}:', *reason.split('; '), sep=f'\n{NEXT}  ')
     if runs['native'] and device.type == 'cuda':
         print('what FP8 gains in training: python bench.py pair config/gpt2_fp8.py')
     else:

@@ -6,8 +6,7 @@ $ python train_fp8.py --resume=checkpoints/latest.pt --checkpoint_dir=two   # a 
 $ python train_fp8.py --help                                                # every setting and its default
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
-it runs, or the script stops. Each training step's line names the precision that ran. Some names are assigned
-twice, by train.py's line and then by FP8's: so the code's diff only adds lines, and indents evaluation.
+it runs, or the script stops. Each training step's line names the precision that ran.
 """
 from configurator import DataError, configure
 
@@ -208,7 +207,7 @@ if eval_only:
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
-note = f'{precision.upper()} | {fp8.summary(model, fp8_choice)}'
+note = fp8.summary(model, fp8_choice)   # assigned anew, as others: so the diff of the scripts only adds lines
 log.intro(*run.first_lines(model, length, train_data, val_data, ranks.world_size),
           f'precision {note}')
 log.intro(*check_lines)

@@ -92,7 +92,7 @@ def assembler_lines(device):
         cure, newer = 'pip install "torch==2.15.*"', get_ptxas(90)
         if newer.version not in FAULTY:     # torch 2.15 takes it from sm_90 on, but it knows older GPUs, too
             cure = f'export TRITON_PTXAS_PATH={newer.path}'
-        line += f', which may miscompile FP8 casts: {cure}'
+        line += f', which may miscompile FP8 casts:\n          {cure}'
     return [line]
 
 

@@ -189,8 +189,7 @@ class Run:
         """Return the lines for the log about the run, '' among them, once its model is there. model: a GPT,
         with its adapters. length: a Length. train, val: the splits, data.TokenData."""
         config = self.config
-        lines = [f'data      {self.folder}: {train.tokens:,} training tokens, '
-                 f'{val.tokens:,} for validation']
+        lines = [f'data      {self.folder}: {train.tokens:,} tokens, {val.tokens:,} for validation']
         resumed = self.resumed
         if resumed:
             precision = resumed['precision']['name']
@@ -523,9 +522,9 @@ def model_line(c, weights=''):
 
 def batch_line(config, length, world_size):
     """Return the line about a step's tokens. length: a Length."""
-    of_each = ' of each GPU' * (world_size > 1)     # nanoGPT's count those of all together
-    return (f'batch     {config["batch_size"]} x {config["block_size"]} tokens x {length.micro_steps} '
-            f'micro-steps{of_each} x {world_size} ranks = {length.tokens_per_step:,} tokens a step')
+    # in an order that says whose micro-steps they are: nanoGPT's count those of all GPUs together
+    return (f'batch     {world_size} ranks x {length.micro_steps} micro-steps x {config["batch_size"]} x '
+            f'{config["block_size"]} tokens = {length.tokens_per_step:,} tokens a step')
 
 
 def length_line(run, length, tokens_per_epoch=0):
@@ -533,10 +532,10 @@ def length_line(run, length, tokens_per_epoch=0):
     flops = run.flops_per_token
     per_token = f'{flops / 1e6:,.0f}M FLOPs a token'
     if length.last_step == optim.OPEN:
-        return f'run       ended by {length.ended_by}{MORE}{per_token}'
+        return f'run       until {length.ended_by}{MORE}{per_token}'
     tokens = length.tokens
     epochs = f' = {tokens / tokens_per_epoch:.2f} epochs' if tokens_per_epoch else ''
-    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, ended by {length.ended_by}'
+    return (f'run       {length.last_step:,} steps = {tokens:,} tokens{epochs}, by {length.ended_by}'
             f'{MORE}{tokens * flops:.2e} FLOPs, {per_token}')
 
 

@@ -265,17 +265,16 @@ class RunLog:
             busy = torch.cuda.utilization(self.run.device)      # percent of the last second
         left = ''
         if 1 < step < self.last_step < NEVER:   # without evaluations and checkpoints
-            left = f'{tqdm.format_interval((self.last_step - step) * figures["dt_ms"] / 1e3)} left'
+            clock = tqdm.format_interval((self.last_step - step) * figures['dt_ms'] / 1e3).split(':')
+            left = f'{"h".join(clock[:2]) if clock[2:] else ":".join(clock)} left'
         parts = [
-            self.place(step),
+            f'step {step:,}',
             left,
             f'loss {figures["loss"]:.4f}',
-            f'lr {figures["learning_rate"]:.1e}',
             f'norm {figures["grad_norm"]:.2f}',
-            f'epoch {figures["epoch"] + 1}' if figures['epoch'] else '',
-            f'{speed:,.0f} tok/s',
+            f'{tqdm.format_sizeof(speed)} tok/s',
             f'mfu {mfu:.0%}' if mfu else '',
-            f'GPU {busy:.0f}% busy' if busy is not None else '',
+            f'GPU {busy:.0f}% busy' if busy is not None and busy < 80 else '',
             f'waits for data: {figures["data_wait"]:.0%}' if figures['data_wait'] > 0.05 else '',
             precision.upper(),
             f'skipped: {figures["skipped"]}' if figures['skipped'] else '',

@@ -434,7 +434,7 @@ def test_a_mixtures_experts_count_as_bf16():
     model = stack()
     model.table = nn.Parameter(torch.zeros(64, 64))
     fp8.convert(model, choice)
-    assert ', bf16: the model\n' in fp8.summary(model, choice)
+    assert '\n          bf16: the model: ' in fp8.summary(model, choice)
 
 
 def test_mistakes_with_a_model_are_refused_in_words():

@@ -294,7 +294,7 @@ def test_batch_size_0_is_the_largest_that_fits(said):
     """Of the powers of two, which divide the step; the next would leave less than a tenth of the memory."""
     words = 'config/gpt2_fp8.py --max_hours=1.5'
     out = said(f'{words} --gpu=5090 --batch_size=0')
-    size = int(re.search(r'batch +(\d+) x 1024', out)[1])
+    size = int(re.search(r'micro-steps x (\d+) x 1024', out)[1])
     gpu = find_gpu('5090')
     largest, larger = (sum(planned(f'{words} --batch_size={each}', in_fp8=True)[1].values())
                        for each in (size, 2 * size))

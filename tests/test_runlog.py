@@ -163,9 +163,14 @@ def test_a_line_of_progress_on_a_gpu(monkeypatch, capsys):
                    data_wait=0.25)
     log.train_step(100, 'bf16', **figures, skipped=2)
     assert capsys.readouterr().out == (
-        'step 100/1,000 | 30:00 left | loss 3.2000 | lr 6.0e-04 | norm 0.80 | epoch 13 | 2,400,000 tok/s '
-        '| mfu 97% | GPU 50% busy | waits for data: 25% | BF16 | skipped: 2\n')
+        'step 100 | 30:00 left | loss 3.2000 | norm 0.80 | 2.40M tok/s | mfu 97% '
+        '| GPU 50% busy | waits for data: 25% | BF16 | skipped: 2\n')
     figures['data_wait'] = 0.0
+    log.last_step = 120_000
+    log.train_step(19_073, 'fp8', **figures, skipped=0)
+    out = capsys.readouterr().out.splitlines()[0]
+    assert 'left' in out and len(out.replace(' | GPU 50% busy', '')) <= 80      # of a usual terminal
+    log.last_step = 1000
     monkeypatch.delattr(torch.cuda, 'utilization')      # as where nothing answers
     log.train_step(1000, 'fp8', **figures, skipped=0)
     out = capsys.readouterr().out

@@ -156,7 +156,7 @@ def test_a_run_is_cut_off_by_sigterm_and_goes_on(tiny, tmp_path):
     options = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment(), **options)
     for line in process.stdout:
-        if line.startswith('step 3/'):
+        if line.startswith('step 3 |'):
             process.send_signal(signal.SIGTERM)
             break
     rest = process.stdout.read()

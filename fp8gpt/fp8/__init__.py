@@ -452,9 +452,6 @@ def summary(model, choice):
     abouts = [getattr(module, 'about', choice.about) for module in linears.values()]
     line += ' and '.join(dict.fromkeys(f'{recipe} ({backend})' for recipe, _, backend in abouts))
     line += choice.instead
-    plain = [name or 'the model' for name in names if name not in linears]
-    if plain:
-        line += f', bf16: {plain[0]}' + f' and {len(plain) - 1} more' * (len(plain) > 1)
     if choice.options.sharded:
         gathered = sum(getattr(module, 'sharded', None) is not None for module in linears.values())
         line += f', {gathered} of {len(linears)} weights gathered in FP8'
