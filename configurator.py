@@ -10,7 +10,7 @@ is its default. The comment after it begins with the allowed values, up to the f
     dtype = 'bf16'      # bf16 | fp32: of activations                       choices; (...) explains one
     every = 'none'      # none | full | >= 1                                choices, or a whole number
     resume = ''         # latest | best | a path                            any text: `a path` is no word
-    recipe = 'auto'     # auto | Recipe of fp8gpt/fp8/linear.py             also the keys of each Recipe there
+    recipe = 'auto'     # auto | Recipe of fp8gpt/fp8/linear.py             and the keys of each Recipe there
 
 Config files are Python (`name = value`, arithmetic allowed) or flat YAML. Flags: --key=value, --key value,
 --flag, --no_flag. Two lists may stand above the call: `config_groups` (names that a later layer replaces
@@ -228,10 +228,6 @@ class Setting(namedtuple('Setting', 'default words bounds', defaults=[{}, []])):
         if isinstance(default, bool):
             return cls(default, {'on': True, 'off': False})
         allowed = re.sub(r' *\([^)]*\)', '', comment).split(': ')[0]
-        allowed, _, path = allowed.partition('Recipe of ')
-        if path:        # the names of its Recipes, read without running the file
-            source = pathlib.Path(HERE, path).read_text('utf-8')
-            allowed += ' | '.join(re.findall(r"'(\w+)': Recipe\(", source))
         bounds = re.findall(r'[<>]=? [\d_.e]+', allowed)
         is_list = re.fullmatch(r'[\w:-]+( \| ([\w:-]+|>= \d+))+', allowed)
         words = {word: word for word in allowed.split(' | ') if is_list and word not in bounds}
@@ -268,7 +264,10 @@ Script = namedtuple('Script', 'settings groups twins help')
 
 def read_script(path):
     """Return the Script at a path, from this folder on. Nothing of it runs but the values of its settings."""
+    def recipes(match):     # their names, read without running the file
+        return ' | '.join(re.findall(r"'(\w+)': Recipe\(", pathlib.Path(HERE, match[1]).read_text('utf-8')))
     head = pathlib.Path(HERE, path).read_text('utf-8').partition('\nconfig = configure(')[0]
+    head = re.sub(r'Recipe of (\S+)', recipes, head)
     settings, names = {}, {'config_groups': [], 'config_twins': []}
     assigned = r"""^(\w+) = (['"\d-].*?|\[.*\]|True|False)(?: +# (.*))?$"""
     for name, value, comment in re.findall(assigned, head, re.M):

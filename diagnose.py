@@ -20,7 +20,7 @@ ckpt = ''                # a checkpoint or Hugging Face model to look at; '' = t
 device = 'auto'          # auto (cuda, else cpu) | cuda | cpu
 tokens = 8192            # >= 1: of a micro-batch
 fp8_backend = 'emulate'  # native | te | torchao | emulate: whose linears a model would have
-fp8_recipe = 'auto'      # auto (tensorwise) | Recipe of fp8gpt/fp8/linear.py
+fp8_recipe = 'auto'  # auto (tensorwise) | Recipe of fp8gpt/fp8/linear.py
 fp8_keep = ''            # linears that stay bf16, with commas
 # imported, it leaves the command line alone
 config = configure(__file__, None if __name__ == '__main__' else [])

@@ -112,7 +112,7 @@ def plot_loss(directories, out, json_out):
         }
         say_run(run, ended, first)
     losses.set(ylabel='loss, nats per token')
-    losses.legend(title='validation loss (dots); training loss')
+    losses.legend(title='dots: validation loss; pale: training loss')
     distances.set(xlabel='tokens, millions', ylabel='% from the first')
     finish_figure(figure, out)
     if json_out:

@@ -19,6 +19,6 @@ axes.fill_between(millions, low, high, alpha=0.25, label=f'95% interval, {row["s
 axes.plot(millions, gaps, marker='o', markersize=4, color='C0', label='mean')
 axes.set(xlabel='tokens, millions', ylabel='% of the loss in bf16', xlim=(0, None))
 axes.set_title("FP8's validation loss minus bf16's: below 0, FP8 is better", fontsize=11)
-axes.legend(loc='upper right')
+figure.legend(loc='outside lower center', ncols=2)   # off the band
 axes.grid(alpha=0.3)
 figure.savefig(sys.argv[2], dpi=110)
