@@ -239,8 +239,9 @@ def test_a_block_by_an_h100s_sums():
     assert max(off[:2]) < 2**-5 and max(off[2:]) < 2**-6 < min(fast_off[2:]), (off, fast_off)
 
 
-def test_a_gpu_sums_fast_in_forward_alone(monkeypatch):
-    """Fast is with fewer bits than fp32: a gradient's small values would be lost."""
+def test_a_gpu_sums_fast_but_for_wgrad(monkeypatch):
+    """Fast is with fewer bits than fp32. Sums over features lose about what bf16's rounding does, those over
+    tokens, whose products agree in sign, 2% and more at 32,768 (docs/log.md)."""
     fast = []
 
     def spy(a, b, use_fast_accum, **options):
@@ -248,7 +249,7 @@ def test_a_gpu_sums_fast_in_forward_alone(monkeypatch):
         return torch.zeros(len(a), b.shape[1], dtype=options['out_dtype'])
     monkeypatch.setattr(torch, '_scaled_mm', spy)
     linear('tensorwise', 'hybrid', scaled_mm, *operands())
-    assert fast == [True, False, False]     # forward, dgrad, wgrad
+    assert fast == [True, True, False]      # forward, dgrad, wgrad
 
 
 @pytest.mark.filterwarnings('ignore')     # of oneDNN's switch
