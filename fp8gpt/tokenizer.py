@@ -157,9 +157,10 @@ class PretrainedTokenizer:
         self.library.no_padding()
         self.folder = folder
         self.name = identity_of_folder(folder)
-        # where ids have gaps, the vocabulary's size is less
         known = {*self.library.get_vocab().values()}
-        self.vocab_size = max(known, default=-1) + 1
+        if known <= self.hf.added_tokens_decoder.keys():    # a text would have no ids
+            raise DataError(f'{path} has no vocabulary but added tokens: put the model\'s own there')
+        self.vocab_size = max(known) + 1        # of ids with gaps, too
         template = self.hf.chat_template    # one, or several by name, of which transformers takes `default`
         if isinstance(template, dict):
             template = template.get('default')

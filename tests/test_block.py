@@ -12,7 +12,8 @@ from fp8_models import DELAYED, NATIVE, WIDE, build, gradients, tokens
 from helpers import compiled, relative
 import model as gpt
 from fp8gpt.fp8.health import cast_health
-from fp8gpt.fp8 import Options, kernels
+from fp8gpt.fp8 import Options, backends, kernels
+from fp8gpt.fp8.linear import emulated_mm
 from model import GPT, generate
 from fp8gpt.optim import set_rate
 
@@ -49,6 +50,19 @@ def furthest(found, expected):
     gradients(found), gradients(expected)
     others = expected.weights()
     return max(relative(p.grad, others[name].grad) for name, p in found.weights().items())
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_sums_are_fast_but_for_wgrad(name, monkeypatch):
+    seen = []
+
+    def mm(*operands, fast=False, **options):
+        seen.append(fast)
+        return emulated_mm(*operands, **options)
+    monkeypatch.setattr(backends.Native, 'mm', staticmethod(mm))
+    config = dataclasses.replace(WIDE, n_layer=1)
+    gradients(build(dataclasses.replace(NATIVE, kernels=name), config=config)[0])
+    assert seen == 4 * [True] + 4 * [True, False]       # four linears: forward, then dgrad and wgrad of each
 
 
 @pytest.mark.parametrize('recipe', ['tensorwise', 'delayed'])

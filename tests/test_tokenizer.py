@@ -95,7 +95,22 @@ def test_a_tokenizer_of_another_kind_is_run_or_refused_in_one_line(tmp_path):
     for model in ({'vocab': {}, 'merges': []}, {'vocab': {'\ud800': 0}, 'merges': []},
                   {'vocab': {'a': 'b'}}, {'vocab': 7}, 'x', {}):
         (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'model': model}))
-        with pytest.raises(DataError, match='is not a valid tokenizer.json|has no EOS token'):
+        with pytest.raises(DataError, match='is not a valid tokenizer.json|has no vocabulary'):
+            get_tokenizer(str(tmp_path))
+
+
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
+    """transformers makes a LlamaTokenizer of it that encodes any text to nothing, and saves that."""
+    config = {'tokenizer_class': 'LlamaTokenizer', 'bos_token': '<s>', 'eos_token': '</s>'}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
+    with pytest.raises(MissingError, match='has no tokenizer.json'):
+        get_tokenizer(str(tmp_path))
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    empty = Tokenizer(models.BPE())
+    empty.add_special_tokens(['<s>', '</s>'])
+    for text in (tmp_path / 'tokenizer.json').read_text(), empty.to_str():
+        (tmp_path / 'tokenizer.json').write_text(text)
+        with pytest.raises(DataError, match='tokenizer.json has no vocabulary but added tokens'):
             get_tokenizer(str(tmp_path))
 
 

@@ -263,7 +263,7 @@ def emulated_mm(a, b, out_dtype, bias=None, fast=False):
 
 def scaled_mm(a, b, out_dtype, bias=None, fast=False):
     """Return emulated_mm's product by torch's FP8 kernels, for one scale a tensor or a row. bias: in
-    out_dtype. fast: sum with fewer bits, as is usual in forward and not in backward."""
+    out_dtype. fast: sum with fewer bits, which suits sums over features."""
     check_cuda_rules(a, b)
     if a.block == b.block == TENSOR:
         scale_a, scale_b = a.scale_inv.reshape(()), b.scale_inv.reshape(())
@@ -369,7 +369,7 @@ class Matmul(torch.autograd.Function):
         update_amax(ctx.running, grad=dy8.amax)
         kept = Float8Tensor(wt, wt_scale, q.wt.block if ctx.has_wt else q.w.block)
         wt = dgrad_operand(kept, ctx.has_wt, q, dy8)
-        dx, dw, db = mm(dy8, wt, dy.dtype), None, None                       # (M, N) (K, N)^T -> (M, K)
+        dx, dw, db = mm(dy8, wt, dy.dtype, fast=True), None, None            # (M, N) (K, N)^T -> (M, K)
         if ctx.needs_input_grad[1] and q.xt is None:
             dw = dy.t() @ xt[0]                                              # xt[0] is x itself, (M, K)
         elif ctx.needs_input_grad[1]:

@@ -161,7 +161,7 @@ def test_natives_operands_are_emulates_bit_for_bit(recipe, format, monkeypatch):
             assert same_bits(a.data.cpu(), b.data.cpu())
             assert torch.equal(a.scale_inv.cpu(), b.scale_inv.cpu())
         for a, b in zip(results, expected):
-            # the forward product is summed with fewer bits, and both are rounded to bf16
+            # y and dx are summed with fewer bits, and both sides are rounded to bf16
             assert relative(a, b.to(a.device)) < 5e-3
 
 

@@ -122,7 +122,7 @@ class KernelMatmul(Function):
         dy8, dyt, sums = quantise(q.dy, ctx.how, inputs, ctx.scale[GRAD], sums=biased)
         update_amax(ctx.running, grad=dy8.amax)
         wt = dgrad_operand(Float8Tensor(wt, wt_scale, TENSOR), ctx.has_wt, q, dy8)
-        dx = mm(dy8, wt, dy.dtype)
+        dx = mm(dy8, wt, dy.dtype, fast=True)
         dw = mm(dyt, Float8Tensor(xt, xt_scale, TENSOR), ctx.weight_dtype)
         db = sums.sum(0).to(ctx.bias_dtype) if biased else None
         return dx.view(ctx.shape), None, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
