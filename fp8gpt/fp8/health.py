@@ -135,9 +135,9 @@ def resume_flags(rows, choice):
 
 # ------------------------------------------------------------------------- before step 0: right, and fast?
 
-# Of a linear's result, in norm: torchao and te round scales otherwise than emulate. Forward may sum fast, as
-# H100s do: weights have both signs, so with 13 bits of fraction y is 0.03% off at 768 features, 0.3% at
-# 16,384, 0.5% at 53,248 (mmaemu 0.1.0, which computes an H100's products); with 10 bits, 3.2% at 16,384.
+# Of a linear's result, in norm: torchao and te round scales otherwise than emulate. y and dx are summed
+# fast, as an H100 does: weights have both signs, so with 13 bits of fraction y is 0.03% off at 768 features,
+# 0.3% at 16,384, 0.5% at 53,248, dx 0.6% at 57,344 (mmaemu 0.1.0's arithmetic); with 10 bits, 3.2% at 16,384.
 TOLERANCE = 0.03
 # Of a block's results in bf16, in norm, beyond half as much again as emulate is off them. A compiled block
 # rounds to bf16 in other places, so that casts find other neighbours: in each recipe it was as far from bf16
