@@ -60,6 +60,7 @@ def markdown(rows, heading=True):
 
 # -------------------------------------------------------------------------------------------------------- log
 
+FIRST = 'train/loss', 'val/loss', 'train/grad_norm', 'train/tokens_per_sec'     # what TensorBoard shows first
 NEVER = 10**12     # steps that no run takes: its end is not known yet. optim.OPEN is as much
 JOB = 'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'SLURM_JOB_NODELIST'
 
@@ -95,7 +96,8 @@ def shown(named):
 def open_tensorboard(config, precision, records):
     """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. records: of the
     log so far, which are written anew in place of earlier curves, since TensorBoard's page shows also what a
-    resume abandons. Each run has a folder called after its checkpoint_dir."""
+    resume abandons. Each run has a folder called after its checkpoint_dir. Names that begin with _, of FIRST,
+    stand first on the page."""
     from torch.utils.tensorboard import SummaryWriter
     place = f'{config["run_name"]}-{precision}/{os.path.relpath(config["checkpoint_dir"])}'
     folder = 'runs/' + place.replace('..', '%2E%2E')    # no way out of runs/
@@ -107,7 +109,7 @@ def open_tensorboard(config, precision, records):
     def write(step, named):
         for name, value in shown(named).items():
             add = writer.add_text if name == 'sample' else writer.add_scalar
-            add(name, value, step)
+            add('_' * (name in FIRST) + name, value, step)
     for record in records if old else ():   # else they are of another folder's precision
         write(record['step'], record)
     return write, writer.close

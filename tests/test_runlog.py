@@ -108,7 +108,8 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     monkeypatch.chdir(tmp_path)
     config = {'checkpoint_dir': './checkpoints', 'run_name': 'mine', 'wandb_project': 'p'}
-    rows = (3, {'val/loss': 2.5, 'precision': 'bf16', 'fp8/sqnr/h.0': 30.0}), (4, {'sample': 'ROMEO: no'})
+    losses = {'val/loss': 2.5, 'val/bits': 8.0}
+    rows = (3, {**losses, 'precision': 'bf16', 'fp8/sqnr/h.0': 30.0}), (4, {'sample': 'ROMEO: no'})
     write, close = runlog.open_tensorboard(config, 'bf16', [])
     sent = []
     wandb = types.SimpleNamespace(Error=ValueError, init=lambda **options: types.SimpleNamespace(
@@ -122,8 +123,8 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         send(*row)
     close()
     board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
-    assert [(event.step, event.value) for event in board.Scalars('val/loss')] == [(3, 2.5)]
-    assert board.Tags()['scalars'] == ['val/loss']
+    assert [(event.step, event.value) for event in board.Scalars('_val/loss')] == [(3, 2.5)]
+    assert board.Tags()['scalars'] == ['_val/loss', 'val/bits']
     for typed, exported, project in ('', '', 'llm-fp8'), ('', 'ours', 'ours'), ('p', 'ours', 'p'):
         monkeypatch.setenv('WANDB_PROJECT', exported)
         wandb.init = mock.Mock(wraps=wandb.init)
@@ -131,7 +132,7 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         assert wandb.init.call_args.kwargs['project'] == project
     text, = board.Tensors('sample/text_summary')
     assert (text.step, text.tensor_proto.string_val[0]) == (4, b'ROMEO: no')
-    assert sent == [{'step': 3, 'val/loss': 2.5}, {'step': 4, 'sample': 'ROMEO: no'}]
+    assert sent == [{'step': 3, **losses}, {'step': 4, 'sample': 'ROMEO: no'}]
     # a resume at step 4 writes anew what the log has, a new run nothing: TensorBoard's page reads each events
     # file, whatever purge_step says; no two folders share a board
     log = [{'step': step, 'val/loss': 2.5, 'config': {}} for step in (3, 4)]
@@ -145,7 +146,7 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         write(5, {'val/loss': 2.3})
         close()
         board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
-        assert [event.step for event in board.Scalars('val/loss')] == steps
+        assert [event.step for event in board.Scalars('_val/loss')] == steps
         assert len(os.listdir('runs/mine-bf16/checkpoints')) == 1
     for name in 'x/y', 'x_y', '../x', 'x':
         runlog.open_tensorboard({**config, 'checkpoint_dir': name}, 'fp8', [])[1]()

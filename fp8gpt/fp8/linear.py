@@ -331,15 +331,16 @@ def weight_operands(weight, quantizers, scale, cache):
 class Matmul(torch.autograd.Function):
     """Computes y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None. Tensorwise,
 
-        forward    x8, w8 = cast(x), cast(W)        y = mm(x8, w8) + b
-        backward   dy8 = cast(dy)                   dx = mm(dy8, w8^T), dW = mm(dy8^T, x8^T), db = sum of dy
+        forward    x8, w8 = cast(x), cast(W)        y = x8 w8^T + b
+        backward   dy8 = cast(dy)                   dx = dy8 w8, dW = dy8^T x8, db = sum of dy
 
-    is all; the rest serves other recipes, delayed scaling, cached and frozen weights. mm(a, b) is a b^T, and
-    w8^T is stored as such: so mm(dy8, w8^T) is dy8 w8, of (M, N) and (N, K).
+    is all; the rest serves other recipes, delayed scaling, cached and frozen weights. A product is mm(a, b),
+    which is a b^T: y is mm(x8, w8), dx mm(dy8, w8^T) and dW mm(dy8^T, x8^T), of transposed copies. So ctx
+    saves two pairs of codes and scale_inv: w8^T, of a frozen weight w8, and x8^T where W trains.
 
-    running: None, or delayed scaling's running maxima (3,) of input, weight and gradient, which forward and
-    backward update. scale: its scales (3,), of earlier steps; with None they come from the tensors. cache:
-    the tensors of WEIGHT_CACHE, or none."""
+    arithmetic: mm, and the Quantizers that cast. running: None, or delayed scaling's running maxima (3,) of
+    input, weight and gradient, which forward and backward update. scale: its scales (3,), of earlier
+    steps; with None they come from the tensors. cache: the tensors of WEIGHT_CACHE, or none."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
