@@ -6,8 +6,8 @@ $ python train_fp8.py --resume=checkpoints/latest.pt --checkpoint_dir=two   # a 
 $ python train_fp8.py --help                                                # every setting and its default
 
 use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
-it runs, or the script stops. The recipe auto is tensorwise; auto:mxfp8 takes that where it runs. Each step's
-line names the precision that ran.
+it runs, or the script stops. The recipe auto is tensorwise; auto:delayed and auto:mxfp8 take those where they
+run. Each step's line names the precision that ran.
 """
 from configurator import DataError, configure
 
@@ -91,7 +91,7 @@ seed = 1337                      # >= 0, <= 9_223_372_036_854_775_807: of weight
 # FP8
 use_fp8 = True                   # a request: where FP8 cannot run, bf16 does, and a line says why
 fp8_backend = 'auto'             # auto | auto:te (te first) | native | te | torchao | emulate | off
-fp8_recipe = 'auto'  # auto | auto:mxfp8 | Recipe of fp8gpt/fp8/linear.py
+fp8_recipe = 'auto'  # auto | auto:delayed | auto:mxfp8 | Recipe of fp8gpt/fp8/linear.py
 fp8_format = 'auto'              # auto (as the recipe wants it) | hybrid | e4m3 | e5m2
 fp8_kernels = 'auto'             # auto (triton where it serves) | inductor (torch.compile's casts) | triton
 fp8_head = False                 # output head and loss, too: a request, of native and emulate

@@ -20,6 +20,7 @@ def test_requests_become_bf16_with_a_reason():
             ({'backend': 'off'}, HERE, 'by --no_fp8'),
             ({'use_fp8': False, 'recipe': 'rowwise'}, HERE, 'by --no_fp8'),
             ({'recipe': 'auto:mxfp8'}, HERE, 'no CUDA GPU'),
+            ({'recipe': 'auto:delayed'}, HERE, 'no CUDA GPU'),
             ({}, dataclasses.replace(CUDA, dtype=torch.float32), 'needs dtype=bf16')):
         choice = choose(Options(**options), place)
         assert (choice.on, reason in choice.reason) == (False, True)
@@ -43,6 +44,8 @@ def test_the_first_backend_that_can_runs(monkeypatch):
              ', not native: no native here'),
             ({'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
              ', not mxfp8: no native here'),
+            ({'recipe': 'auto:delayed'}, True, 'native', 'native', 'tensorwise',
+             ', not delayed: no native here'),
             ({'backend': 'auto:te', 'recipe': 'auto:mxfp8'}, True, 'native', 'native', 'tensorwise',
              ', not te: no te here, not mxfp8: no native here'),
             ({'recipe': 'delayed'}, True, 'delayed', 'te', 'delayed',

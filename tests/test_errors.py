@@ -21,7 +21,8 @@ from fp8gpt.run import DTYPES
 
 def test_choices_are_what_there_is():
     tables = {**model.CHOICES, 'dtype': DTYPES, 'fp8_backend': ['auto', 'auto:te', *BACKENDS, 'off'],
-              'fp8_recipe': ['auto', 'auto:mxfp8', *RECIPES], 'fp8_format': ['auto', *FORMATS]}
+              'fp8_recipe': ['auto', 'auto:delayed', 'auto:mxfp8', *RECIPES],
+              'fp8_format': ['auto', *FORMATS]}
     found = read_script(ROOT / 'train_fp8.py').settings
     assert {name: set(found[name].words) for name in tables} == {name: set(tables[name]) for name in tables}
 

@@ -157,8 +157,8 @@ def choose(options, place):
 
     use_fp8, backend 'auto' and recipe 'auto' are requests: if they cannot run, the backend is 'off' and the
     reason says why. Any other backend or recipe is an order: it runs, or choose raises OptionError (there is
-    no such thing) or DeviceError (this machine lacks something). 'auto:te' and 'auto:mxfp8' are requests that
-    try te or mxfp8 first."""
+    no such thing) or DeviceError (this machine lacks something). 'auto:te', 'auto:delayed' and 'auto:mxfp8'
+    are requests that try te, delayed or mxfp8 first."""
     check_options(options)
     is_request, first = options.backend.startswith('auto'), options.backend.removeprefix(FIRST)
     if first == 'off' or not options.use_fp8:
@@ -190,7 +190,7 @@ def check_options(options):
     exist, for numbers out of range, and for settings that contradict each other."""
     allowed = {
         'backend': ('auto', FIRST + 'te', *BACKENDS, 'off'),
-        'recipe': ('auto', FIRST + 'mxfp8', *RECIPES),
+        'recipe': ('auto', FIRST + 'delayed', FIRST + 'mxfp8', *RECIPES),
         'format': ('auto', *FORMATS),
         'kernels': ('auto', 'inductor', 'triton'),
         'margin': range(17),
