@@ -405,29 +405,41 @@ class Penalty(nn.Module):
         return nats + self.weight * (penalty - penalty.detach())
 
 
+def takes_kernel(logits):
+    """Return whether fp8gpt/loss.py's kernel serves logits (M, V): in code that is compiled for a GPU, of
+    rows that fit into registers."""
+    return logits.is_cuda and torch.compiler.is_compiling() and logits.shape[1] <= 51_200
+
+
 class HeadNats(torch.autograd.Function):
     """Computes the sum of cross-entropies in nats of h (M, C), a head's weight (V, C) and targets (M,), -1
-    where there is none. padding (V,) is added to each token's logits. Forward computes the gradients, too,
-    but for the factor g of backward: a row of logits that it has summed is in cache, so compiled code moves 4
-    bytes a logit instead of 6."""
+    where there is none. padding (V,), -inf from vocab_size on, is added to each token's logits. Forward
+    computes the gradients, too, but for the factor g of backward: a row of logits that it has summed is in
+    registers or in cache, so compiled code moves 4 bytes a logit instead of 6."""
 
     @staticmethod
-    def forward(ctx, h, weight, targets, padding):
-        w, keep = weight.to(h.dtype), (targets != -1)[:, None]
-        log_p = (F.linear(h, w).float() + padding).log_softmax(1)                       # (M, V)
-        nats = -log_p.gather(1, targets[:, None].clamp(min=0)).masked_fill(~keep, 0).sum()
-        one_hot = (torch.arange(len(w), device=h.device) == targets[:, None]).float()
-        share = (log_p.exp() - one_hot).to(h.dtype)                                     # dlogits / g
-        dh = share @ w * keep                                                           # (M, V) (V, C)
-        dw = share.t() @ (h * keep) if ctx.needs_input_grad[1] else None                # (V, M) (M, C)
+    def forward(ctx, h, weight, targets, padding, vocab_size):
+        w = weight.to(h.dtype)
+        share = F.linear(h, w)                                                          # logits (M, V)
+        if takes_kernel(share):
+            from fp8gpt.loss import nats_in_place   # late: not every machine has Triton
+            nats = padding.new_empty(len(h))                                            # fp32
+            nats_in_place(share, targets, nats, vocab_size)
+        else:
+            log_p, targets = (share.float() + padding).log_softmax(1), targets[:, None]
+            keep, one_hot = targets != -1, torch.arange(len(w), device=h.device) == targets
+            nats = -log_p.gather(1, targets.clamp(min=0)).masked_fill(~keep, 0)
+            share = ((log_p.exp() - one_hot.float()) * keep).to(h.dtype)                # dlogits / g
+        dh = share @ w                                                                  # (M, V) (V, C)
+        dw = share.t() @ h if ctx.needs_input_grad[1] else None                         # (V, M) (M, C)
         ctx.save_for_backward(dh, dw)
         ctx.weight_dtype = weight.dtype
-        return nats
+        return nats.sum()
 
     @staticmethod
     def backward(ctx, g):
         dh, dw = ctx.saved_tensors
-        return dh * g, None if dw is None else dw.to(ctx.weight_dtype) * g, None, None
+        return dh * g, None if dw is None else dw.to(ctx.weight_dtype) * g, None, None, None
 
 
 class ChunkedNats(torch.autograd.Function):
@@ -595,7 +607,8 @@ class GPT(nn.Module):
         # mask's backward pass copies all of them, and of filled ones torch.compile keeps fp32 copies.
         padding = torch.where(torch.arange(padded, device=h.device) < vocab_size, 0.0, -math.inf)
         if self.compiled and self.penalty is None and torch.is_grad_enabled():
-            return HeadNats.apply(h.flatten(0, -2), self.lm_head.weight, targets.flatten(), padding)
+            h, targets = h.flatten(0, -2), targets.flatten()
+            return HeadNats.apply(h, self.lm_head.weight, targets, padding, vocab_size)
         scores = self.lm_head(h).float()
         scores += padding
         nats = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='sum')

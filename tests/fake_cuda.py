@@ -3,12 +3,12 @@
 $ python tests/fake_cuda.py '{"choices": [["off", "tensorwise", "auto"]], "preset": "gpt2", "sequences": 32}'
 
 The last line is JSON: for each choice the bytes of a block's kernels (of the head and its loss with "head":
-whether it is in FP8), their number, the bytes that forward keeps for backward beside its inputs, how many
-kernels compute with a maximum in fp32 and leave it to others in bf16, and with "ptx": true of how many large
-ones the PTX stores bytes one at a time in every configuration that Inductor would try, and how many
-configurations spill. With "gathered" the block's weights are those that ranks gather in FP8. Inductor's own
-passes and code generation do the work; what they ask of a device is answered here. That takes private doors
-of torch and Triton, so unknown versions are refused.
+whether it is in FP8, and "kernel": whether the loss's is ours), their number, the bytes that forward keeps
+for backward beside its inputs, how many kernels compute with a maximum in fp32 and leave it to others in
+bf16, and with "ptx": true of how many large ones the PTX stores bytes one at a time in every configuration
+that Inductor would try, and how many configurations spill. With "gathered" the block's weights are those that
+ranks gather in FP8. Inductor's own passes and code generation do the work; what they ask of a device is
+answered here. That takes private doors of torch and Triton, so unknown versions are refused.
 """
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ from triton_tools import SHARED_MEMORY
 
 
 class Kernel(NamedTuple):
-    """A launch. bytes: read and written. source: of Inductor's Triton; '' for a call of fp8/kernels/."""
+    """A launch. bytes: read and written. source: of Inductor's Triton; '' for a kernel of our own."""
     name: str
     bytes: float
     source: str
@@ -152,6 +152,7 @@ def kernels_by(config, sequences, choice, asked):
 
         if 'head' in asked:
             gpt.forward, gpt.compiled = gpt.head_nats, True
+            model.takes_kernel = lambda logits: asked['kernel']
             graphs = partition(run_head, [gpt.wte.weight, x, torch.zeros(x.shape[:2], dtype=torch.int64)], 1)
         else:
             stream = [x, x.detach().requires_grad_()]
@@ -203,6 +204,9 @@ def kernels_of(graph, backward):
         example = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=gpu)
                    if isinstance(e, torch.Tensor) else e for e in example]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*example)
+    own = [Kernel(str(node.target), sum(t.nbytes for t in tree_leaves(
+        [node.meta['val'], *(n.meta['val'] for n in node.all_input_nodes)]) if t is not None), '')
+        for node in nodes if str(node.target).startswith(('fp8_kernels.', 'auto_functionalized'))]
 
     def keep(self):
         code, _ = self.codegen()
@@ -222,9 +226,6 @@ def kernels_of(graph, backward):
     bodies = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", source, re.S))
     sizes = {name: float(re.search(r'num_gb = ([\d.e+-]+)', body)[1]) * 1e9 for name, body in bodies.items()}
     launched = re.findall(r'^\s+(triton_\w+)\.run\(', source[source.index('def call(self, args):'):], re.M)
-    own = [Kernel(str(node.target), sum(t.nbytes for t in tree_leaves(
-        [node.meta['val'], *(n.meta['val'] for n in node.all_input_nodes)])), '')
-        for node in nodes if str(node.target).startswith('fp8_kernels.')]
     return [*(Kernel(name, sizes[name], bodies[name]) for name in launched), *own]
 
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8gpt import data, fp8
@@ -105,6 +106,24 @@ def test_the_norms_kernel_gives_what_torch_gives(C, rms):
     (dx, sums), (expected, expected_sums) = norms.norm_backward(*inputs), norms.in_torch(*inputs)
     assert relative(dx.float(), expected.float()) < 1e-3
     assert relative(sums.sum(1), expected_sums.sum(1)) < 1e-4
+
+
+@needs_gpu
+@pytest.mark.parametrize('M, V, width', [(4096, 257, 320), (4096, 32_000, 32_000), (44_000, 50_257, 50_304)])
+def test_the_losss_kernel_gives_what_torch_gives(M, V, width):
+    """The last case has more logits than 2**31. Each run takes other threads' stores in another order."""
+    from fp8gpt.loss import nats_in_place
+    logits = torch.randn(M, width, device=DEVICE, dtype=torch.bfloat16) * 4
+    targets = torch.randint(-1, V, (M,), device=DEVICE)
+    few = logits[-64:, :V].double().requires_grad_()
+    expected = F.cross_entropy(few, targets[-64:], ignore_index=-1, reduction='none')
+    expected.sum().backward()
+    for _ in range(20):
+        shares, nats = logits.clone(), torch.empty(M, device=DEVICE)
+        nats_in_place(shares, targets, nats, V)
+        torch.testing.assert_close(nats[-64:].double(), expected.detach(), rtol=0, atol=2**-16)
+        torch.testing.assert_close(shares[-64:, :V].double(), few.grad, rtol=1.01 * 2**-8, atol=2**-20)
+        assert not shares[:, V:].any()
 
 
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=needs_gpu)])
