@@ -405,10 +405,12 @@ class Penalty(nn.Module):
         return nats + self.weight * (penalty - penalty.detach())
 
 
+LONGEST_ROW = 51_200    # logits that the registers of a program of fp8gpt/loss.py hold
+
+
 def takes_kernel(logits):
-    """Return whether fp8gpt/loss.py's kernel serves logits (M, V): in code that is compiled for a GPU, of
-    rows that fit into registers."""
-    return logits.is_cuda and torch.compiler.is_compiling() and logits.shape[1] <= 51_200
+    """Return whether fp8gpt/loss.py's kernel serves logits (M, V): in code that is compiled for a GPU."""
+    return logits.is_cuda and torch.compiler.is_compiling() and logits.shape[1] <= LONGEST_ROW
 
 
 class HeadNats(torch.autograd.Function):

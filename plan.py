@@ -55,7 +55,7 @@ from fp8gpt import fp8, lora, optim, pretrained
 from fp8gpt.batch_size_finder import HEADROOM, largest_fitting
 from fp8gpt.run import (
     Length, batch_line, dataset_if_any, length_line, micro_steps, model_line, preview, tokens_per_epoch)
-from model import GPT, PRESETS
+from model import GPT, LONGEST_ROW, PRESETS
 
 # By n_embd, what one H100 did (results/gpu: 124m.json, 350m.json, 1.5b.json, lora_8b.json); lines in between.
 MFU = (768, 1024, 1600), (0.447, 0.488, 0.508)                  # share of its peak in bf16
@@ -103,13 +103,18 @@ def kept_bytes(c, in_fp8):
     return 6 * c.n_embd + 2 * (sum(K) + N[0] + N[2] + rotated) - in_fp8 * (sum(K) - K[1])
 
 
+def recipe_of(config):
+    """Return the recipe that a run's settings ask for: of 'auto:delayed', delayed."""
+    return config['fp8_recipe'].removeprefix('auto:')
+
+
 def gathered_bytes(run, others, matrices, in_fp8):
     """Return the bytes that a rank of a sharded model holds whole: the embedding, the head and their
     gradients, two blocks' weights, or all, and a block's gradients. others: bytes of what is no matrix of a
     block; matrices: the number of those weights."""
     config, blocks = run.config, run.model_config.n_layer
     in_full = config['sharding_mode'] == 'fsdp_full'
-    sent = matrices * (1 if in_fp8 and config['fp8_recipe'] in RECIPES else 2)
+    sent = matrices * (1 if in_fp8 and recipe_of(config) in RECIPES else 2)
     gradients = 8 * matrices / blocks * (not config['lora_rank'])
     return 2 * others + gradients + sent * (2 / blocks if in_full else 1)
 
@@ -119,7 +124,9 @@ def memory(run, model, gpus, in_fp8):
     c, config, again = run.window_config, run.config, recomputed(run)
     tokens, mode, itemsize = run.batch_size * c.block_size, config['sharding_mode'], run.param_dtype.itemsize
     block, matrices = tokens * kept_bytes(c, in_fp8), sum(k * n for _, k, n in c.linears()[:-1])
-    logits = tokens * c.padded_vocab_size * (4 + in_fp8 * config['fp8_head']) / config['loss_chunks']
+    # 2 bytes a logit and, but where fp8gpt/loss.py writes it in the logit's place, 2 or 3 of its gradient
+    each = 5 if in_fp8 and config['fp8_head'] else 4 if c.padded_vocab_size > LONGEST_ROW else 2
+    logits = tokens * c.padded_vocab_size * each / config['loss_chunks']
     weights, shards = sum(p.nbytes for p in model.parameters()), 1 if mode == 'ddp' else gpus
     count = micro_steps(config, run.batch_size, gpus)
     whole = gathered_bytes(run, weights - itemsize * matrices, matrices, in_fp8)
@@ -151,7 +158,7 @@ def step_seconds(run, model, gpu, length, gpus):
     is_sharded, beside = config['sharding_mode'] != 'ddp', 0
     if config['optimizer'] == 'adamw8bit':
         beside = LOW_BIT * optim.moment_bytes(model, 'adamw') / 8 / (gpus if is_sharded else 1)
-    seconds, of_recipe = {'bf16': computing + beside + gather}, RECIPES.get(config['fp8_recipe'])
+    seconds, of_recipe = {'bf16': computing + beside + gather}, RECIPES.get(recipe_of(config))
     if gpu.fp8 and of_recipe and width >= LEAST:
         faster = of_recipe * numpy.interp(width, *GAINS)
         seconds['FP8'] = computing / faster + beside + gather / (1 + is_sharded)

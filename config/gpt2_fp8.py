@@ -6,7 +6,7 @@
 
 init_from = 'gpt2'
 dataset = 'fineweb_edu'
-batch_size = 32                    # sequences per GPU and micro-step: 17 GB in FP8 by plan.py
+batch_size = 32                    # sequences per GPU and micro-step: 14 GB in FP8 by plan.py
 total_batch_size = 2**19           # tokens per optimizer step: 0.5M, as GPT-3 small
 max_steps = 19_073                 # 10B tokens / 2**19: one pass over the data
 warmup_steps = 715                 # GPT-3 warms up over 375M tokens: 375e6 / 2**19
