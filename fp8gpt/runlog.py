@@ -96,8 +96,8 @@ def shown(named):
 def open_tensorboard(config, precision, records):
     """Return (write(step, {name: value}), close()) of curves for `tensorboard --logdir runs`. records: of the
     log so far, which are written anew in place of earlier curves, since TensorBoard's page shows also what a
-    resume abandons. Each run has a folder called after its checkpoint_dir. Names that begin with _, of FIRST,
-    stand first on the page."""
+    resume abandons. Each run has a folder called after its checkpoint_dir. The names of FIRST begin with
+    _main, so that they stand first on the page."""
     from torch.utils.tensorboard import SummaryWriter
     place = f'{config["run_name"]}-{precision}/{os.path.relpath(config["checkpoint_dir"])}'
     folder = 'runs/' + place.replace('..', '%2E%2E')    # no way out of runs/
@@ -109,7 +109,7 @@ def open_tensorboard(config, precision, records):
     def write(step, named):
         for name, value in shown(named).items():
             add = writer.add_text if name == 'sample' else writer.add_scalar
-            add('_' * (name in FIRST) + name, value, step)
+            add(f'_main/{name.replace("/", "_")}' if name in FIRST else name, value, step)
     for record in records if old else ():   # else they are of another folder's precision
         write(record['step'], record)
     return write, writer.close

@@ -123,8 +123,8 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         send(*row)
     close()
     board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
-    assert [(event.step, event.value) for event in board.Scalars('_val/loss')] == [(3, 2.5)]
-    assert board.Tags()['scalars'] == ['_val/loss', 'val/bits']
+    assert [(event.step, event.value) for event in board.Scalars('_main/val_loss')] == [(3, 2.5)]
+    assert board.Tags()['scalars'] == ['_main/val_loss', 'val/bits']
     for typed, exported, project in ('', '', 'llm-fp8'), ('', 'ours', 'ours'), ('p', 'ours', 'p'):
         monkeypatch.setenv('WANDB_PROJECT', exported)
         wandb.init = mock.Mock(wraps=wandb.init)
@@ -146,7 +146,7 @@ def test_what_tensorboard_and_wandb_show(tmp_path, monkeypatch, capsys):
         write(5, {'val/loss': 2.3})
         close()
         board = EventAccumulator('runs/mine-bf16/checkpoints').Reload()
-        assert [event.step for event in board.Scalars('_val/loss')] == steps
+        assert [event.step for event in board.Scalars('_main/val_loss')] == steps
         assert len(os.listdir('runs/mine-bf16/checkpoints')) == 1
     for name in 'x/y', 'x_y', '../x', 'x':
         runlog.open_tensorboard({**config, 'checkpoint_dir': name}, 'fp8', [])[1]()

@@ -494,7 +494,7 @@ def test_weights_and_biases_and_tensorboard(here, tiny, tmp_path, monkeypatch):
     assert (first['id'], second['id']) == (None, 'abc')
     assert {row['step']: row['train/loss'] for row in told if 'train/loss' in row} == losses(tmp_path)
     folder, = {str(path.parent) for path in tmp_path.glob('runs/x-fp8/**/events*')}
-    curve = EventAccumulator(folder).Reload().Scalars('_train/loss')
+    curve = EventAccumulator(folder).Reload().Scalars('_main/train_loss')
     assert {event.step: event.value for event in curve} == pytest.approx(losses(tmp_path))
     for wandb in types.SimpleNamespace(init=lambda **options: 1 / 0), None:     # None: it is not installed
         monkeypatch.setitem(sys.modules, 'wandb', wandb)
