@@ -5,9 +5,10 @@ $ torchrun --standalone --nproc_per_node=8 train_fp8.py config/gpt2_fp8.py  # GP
 $ python train_fp8.py --resume=checkpoints/latest.pt --checkpoint_dir=two   # a bf16 run goes on in FP8 (GPU)
 $ python train_fp8.py --help                                                # every setting and its default
 
-use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. fp8_backend=native is an order:
-it runs, or the script stops. The recipe auto is tensorwise; auto:delayed and auto:mxfp8 take those where they
-run. Each step's line names the precision that ran.
+use_fp8 is a request: a machine without FP8 units trains in bf16 and says so. A named backend or recipe is an
+order: it runs, or the script stops. The recipe auto is tensorwise; auto:delayed and auto:mxfp8 take those
+where they run. Each step's line names the precision that ran. Some names are set twice: so the diff only adds
+lines.
 """
 from configurator import DataError, configure
 
@@ -208,7 +209,7 @@ if eval_only:
 loader = data.Loader(
     train_data, batch_size, seed, sequences_seen, num_workers=num_workers, **vars(ranks))
 note = f'{precision.upper()} ({reason})'
-note = fp8.summary(model, fp8_choice)   # assigned anew, as others: so the diff of the scripts only adds lines
+note = fp8.summary(model, fp8_choice)
 log.intro(*run.first_lines(model, length, train_data, val_data, ranks.world_size),
           f'precision {note}')
 log.intro(*check_lines)

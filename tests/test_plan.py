@@ -120,7 +120,7 @@ def test_gains_are_near_those_that_others_measured():
     for words, measured in OTHERS:
         seconds, _ = planned(words)
         ratios.append(100 * (seconds['bf16'] / seconds['FP8'] / measured - 1))
-    shown = re.search("Others' gains (.*?) it puts at (.*?)% less to (.*?)% more", ' '.join(PAGE.split()))
+    shown = re.search(r"others' gains (.*?) at ([\d.]+)% less to ([\d.]+)% more", ' '.join(PAGE.split()))
     assert [f'{-min(ratios):.1f}', f'{max(ratios):.1f}'] == [*shown.groups()[1:]]
     assert re.findall(r'x([\d.]+)', shown[1]) == [f'{measured:.2f}' for _, measured in OTHERS]
 

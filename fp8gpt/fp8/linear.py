@@ -8,16 +8,17 @@ magnitude and `largest` the format's,
     scale = largest / amax        data = (x * scale) in FP8
     scale_inv = 1 / scale         x ~ data * scale_inv
 
-A linear is three matrix multiplications. Each, mm(a, b) below, is a b^T: each operand's last dimension
-is summed over, and quantised (scaled and rounded: cast) along:
+A linear is three matrix multiplications. Each is mm(a, b) = a b^T, a sum over both operands' last dimension,
+along which their blocks run:
 
     forward  y  = x  W^T      x    (M, K)    W   (N, K)     sums over K
     dgrad    dx = dy W        dy   (M, N)    W^T (K, N)     over N
     wgrad    dW = dy^T x      dy^T (N, M)    x^T (K, M)     over tokens, M
 
-A recipe says which values share a scale: all of a tensor, a row, or a block. Where the block is square, the
-transposed operand is a transposed copy; else it is quantised anew from the unrounded values. The recipe
-"delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once, not twice.
+A recipe says which values share a scale: all of a tensor, a row, or a block. Where the block is square, or
+the whole tensor, the transposed operand is a transposed copy; else it is quantised anew from the unrounded
+values. The recipe "delayed" takes its scales from the amaxes of earlier steps, so that a tensor is read once,
+not twice.
 
 The GPU's FP8 units want both operands contiguous along the sum, and dimensions in multiples of 16. A CPU has
 no such units: it multiplies the codes in fp32 or in bf16, which hold them exactly, and adds in fp32.
@@ -330,17 +331,18 @@ def weight_operands(weight, quantizers, scale, cache):
 
 class Matmul(torch.autograd.Function):
     """Computes y = x W^T + b in FP8, of x (M, K) bf16, W (N, K) fp32 or bf16, b (N,) or None. Tensorwise,
+    with x8 for codes and their scale,
 
         forward    x8, w8 = cast(x), cast(W)        y = x8 w8^T + b
         backward   dy8 = cast(dy)                   dx = dy8 w8, dW = dy8^T x8, db = sum of dy
 
     is all; the rest serves other recipes, delayed scaling, cached and frozen weights. A product is mm(a, b),
     which is a b^T: y is mm(x8, w8), dx mm(dy8, w8^T) and dW mm(dy8^T, x8^T), of transposed copies. So ctx
-    saves two pairs of codes and scale_inv: w8^T, of a frozen weight w8, and x8^T where W trains.
+    saves two pairs of codes and scale_inv: w8^T (w8 if W is frozen) and, if W trains, x8^T.
 
     arithmetic: mm, and the Quantizers that cast. running: None, or delayed scaling's running maxima (3,) of
-    input, weight and gradient, which forward and backward update. scale: its scales (3,), of earlier
-    steps; with None they come from the tensors. cache: the tensors of WEIGHT_CACHE, or none."""
+    input, weight and gradient, which forward and backward update. scale: its scales (3,), of earlier steps;
+    with None they come from the tensors. cache: the tensors of WEIGHT_CACHE, or none."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, arithmetic, running, scale, *cache):
