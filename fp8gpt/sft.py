@@ -423,9 +423,9 @@ def ready(config):
 
 
 def prepare_examples(config):
-    """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows. One
-    process on each machine prepares; the others wait. Raises MissingError where there is no such file, and
-    SettingError where its shards are of another content."""
+    """Run prepare_data.py for a dataset of examples that is not prepared yet, or for a file of rows, with
+    `overwrite` anew where its shards are of another content. One process on each machine prepares; the others
+    wait. Raises MissingError where there is no such file, and SettingError for shards of another content."""
     dataset, name = config['dataset'], shards.name_of_prepared(config)
     of_file = dataset.endswith(shards.ROWS)
     if not of_file and 'splits' not in shards.DATASETS.get(name, {}):
@@ -434,11 +434,17 @@ def prepare_examples(config):
     if of_file and not isfile(dataset):
         raise MissingError(f'dataset={dataset}: there is no such file')
     words = ['prepare_data.py', *shards.words_to_prepare(config)]
+    hashes = shards.hash_of_files([dataset]) if of_file else None
+    if _is_prepared(folder) and not _is_prepared(folder, hashes):
+        if not config['overwrite']:
+            raise SettingError(f'{folder} was made of another {dataset}, before an edit or elsewhere: '
+                               '--overwrite makes it anew, and the run, too')
+        words.append('--overwrite')
     command = shlex.join(['python', *words])
     if os.environ.get('WORLD_SIZE', '1') != '1' and int(os.environ.get('LOCAL_RANK', 0)):
-        while not _is_prepared(folder):
+        while not _is_prepared(folder, hashes):
             time.sleep(1)
-    elif not _is_prepared(folder):
+    elif not _is_prepared(folder, hashes):
         if config['dry_run']:
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
@@ -447,15 +453,14 @@ def prepare_examples(config):
         if done.returncode:
             raise SystemExit(done.returncode)
     if of_file:     # so that a resume finds it after the file is edited or gone
-        if shards.read_meta(folder)['settings'].get('files') != shards.hash_of_files([dataset]):
-            raise SettingError(f'{folder} was made of another {dataset}, before an edit or elsewhere: '
-                               f'`{command} --overwrite` makes it anew')
         config['dataset'] = folder
 
 
-def _is_prepared(folder):
-    """Return whether a folder holds a dataset that prepare_data.py has finished."""
+def _is_prepared(folder, hashes=None):
+    """Return whether a folder holds a dataset that prepare_data.py has finished; with hashes, of those files.
+    """
     try:
-        return bool(shards.read_meta(folder))
+        meta = shards.read_meta(folder)
+        return bool(meta) and hashes in (None, meta['settings'].get('files'))
     except MissingError:
         return False

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 import prepare_data
-from fp8gpt import sft, shards
+from fp8gpt import sft
 from configurator import DataError, MissingError, SettingError
 from conftest import TINY, in_ranks, losses, run, write_tiny_data
 from damage import REFUSED_TEMPLATES
@@ -555,18 +555,16 @@ def test_one_process_of_each_machine_prepares_examples(tmp_path, monkeypatch, ca
         with pytest.raises(SystemExit):
             sft.prepare_examples({**asked, 'dry_run': True})
         assert '--dry_run writes nothing: `python prepare_data.py mine --' in capsys.readouterr().out
-        monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {
-            'files': shards.hash_of_files([path])}})
         sft.prepare_examples(asked)
         assert commands[-1][2:] == [
             'mine', '--tokenizer=byte', f'--data_dir={tmp_path}', f'--data_files={path}']
         assert asked['dataset'] == f'{tmp_path}/mine-byte'    # what a resume finds, whatever the file is
-    monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {'files': 'before an edit'}})
-    command = f'python prepare_data.py mine --tokenizer=byte --data_dir={tmp_path} --data_files={path}'
-    with pytest.raises(SettingError, match=f'`{command} --overwrite` makes it anew'):
-        sft.prepare_examples({**config, 'dataset': path})
-    monkeypatch.setattr(sft.shards, 'read_meta', lambda folder: {'settings': {
-        'files': shards.hash_of_files([path])}})
+    monkeypatch.setattr(sft, '_is_prepared', lambda folder, hashes=None: not hashes)     # before an edit
+    with pytest.raises(SettingError, match='--overwrite makes it anew, and the run, too'):
+        sft.prepare_examples({**config, 'dataset': path, 'overwrite': False})
+    sft.prepare_examples({**config, 'dataset': path, 'overwrite': True})
+    assert commands[-1][-1] == '--overwrite'
+    monkeypatch.setattr(sft, '_is_prepared', lambda *folder: False)
     asked = {**config, 'dataset': path, 'template': 'chat'}     # the usual one stays
     sft.prepare_examples(asked)
     assert commands[-1][2:5] == ['mine_chat', '--tokenizer=byte', '--template=chat']
