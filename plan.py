@@ -176,7 +176,7 @@ def verdict(gpu, seconds, fits):
         return "verdict   FP8's gain is not measured in this recipe or width: `python bench.py pair` does"
     gain = seconds['bf16'] / seconds['FP8']
     advice = ': not worth it, train in bf16 (--no_fp8)' if gain < WORTH else ''
-    return f'verdict   FP8 x{gain:.2f} over bf16, as measured on an H100{advice}'
+    return f'verdict   FP8 x{gain:.2f} over bf16, from gains of one H100{advice}'
 
 
 def run_line(length, of_step, max_hours, usd):
