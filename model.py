@@ -410,7 +410,10 @@ LONGEST_ROW = 51_200    # logits that the registers of a program of fp8gpt/loss.
 
 def takes_kernel(logits):
     """Return whether fp8gpt/loss.py's kernel serves logits (M, V): in code that is compiled for a GPU."""
-    return logits.is_cuda and torch.compiler.is_compiling() and logits.shape[1] <= LONGEST_ROW
+    if not (logits.is_cuda and torch.compiler.is_compiling()) or logits.shape[1] > LONGEST_ROW:
+        return False
+    from fp8gpt.loss import launches    # late: not every machine has Triton
+    return launches(logits.device)
 
 
 class HeadNats(torch.autograd.Function):
@@ -424,7 +427,7 @@ class HeadNats(torch.autograd.Function):
         w = weight.to(h.dtype)
         share = F.linear(h, w)                                                          # logits (M, V)
         if takes_kernel(share):
-            from fp8gpt.loss import nats_in_place   # late: not every machine has Triton
+            from fp8gpt.loss import nats_in_place
             nats = padding.new_empty(len(h))                                            # fp32
             nats_in_place(share, targets, nats, vocab_size)
         else:

@@ -87,6 +87,15 @@ def test_a_compiled_model_takes_it(loss, monkeypatch, chunks):
     assert relative(*found) < 2**-8
 
 
+@pytest.mark.usefixtures('interpreted')
+def test_a_gpu_that_takes_no_kernel_keeps_torchs_form(loss, monkeypatch):
+    def refuse(*inputs, **options):
+        raise RuntimeError('Triton Error [CUDA]: invalid resource handle')
+    assert loss.launches('cpu')
+    monkeypatch.setattr(loss, 'loss_kernel', {(1,): refuse})
+    assert not loss.launches('cpu')
+
+
 @pytest.mark.parametrize('arch', [90, 100])
 @pytest.mark.parametrize('V, width', [
     (257, 320), (32_000, 32_000), (49_152, 49_152), (50_257, 50_304), (51_200, 51_200)])
