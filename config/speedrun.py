@@ -23,3 +23,4 @@ min_lr_ratio = 0.0
 target_val_loss = 3.28
 eval_tokens = 10_485_760
 checkpoint_freq = 500
+fp8_recipe = 'auto:delayed'   # as in config/gpt2_fp8.py

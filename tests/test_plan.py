@@ -62,8 +62,9 @@ def errors_of_rows(files='*'):
                 continue
             name, file = row['variant'].removesuffix('-launched'), path.stem.removesuffix('_launched')
             what = 'bf16' if name == 'bf16' else 'FP8'
-            flags = '--fp8_recipe=delayed' * name.endswith('delayed') + '--fp8_head' * (name == 'head')
-            seconds, parts = planned(' '.join([*made['words'], flags]), in_fp8=what == 'FP8')
+            recipe = 'delayed' if name.endswith('delayed') else 'auto'
+            words = [*made['words'], f'--fp8_recipe={recipe}', *['--fp8_head'] * (name == 'head')]
+            seconds, parts = planned(' '.join(words), in_fp8=what == 'FP8')
             others = name in ('te', 'te-delayed', 'torchao') or name == 'inductor' and file != 'lora_8b'
             launched = (path.stem, row['variant']) != (file, name)
             key = others and 'others' or launched and 'launched' or what
