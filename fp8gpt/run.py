@@ -257,8 +257,10 @@ def over_checkpoint(config, resumed, path):
             raise SettingError(f'{name}={config[name]}, but the checkpoint has {name}={saved}: leave it '
                                f'out, or start anew from its weights, --init_from={path} {ELSEWHERE}')
     config['batch_size'] = config['batch_size'] or config.saved.get('batch_size', 0)    # a search's
-    for name, value in (resumed.get('fp8_choice') or {}).items():   # requests until now; nobody would see a
-        if not config.get('use_fp8') or name in config.files | config.typed:    # resumed run change
+    for name, value in (resumed.get('fp8_choice') or {}).items():
+        # nobody would see a resumed run change, by a config file's `auto:delayed` either
+        in_file = str(config.files.get(name, 'auto'))
+        if not config.get('use_fp8') or name in config.typed or not in_file.startswith('auto'):
             break   # a typed backend has recipes, and a typed recipe kernels, of its own
         config[name] = config.saved[name] = value       # no difference from the checkpoint
     return config

@@ -401,15 +401,17 @@ def test_a_run_is_checked_by_its_own_block_and_a_resumed_one_takes_what_ran(monk
     run.resumed = {'optimizer': {'state': {}}, 'config': asked, 'fp8_choice': ran}
     run.resume_path = 'a.pt'
 
-    def resume(**files):
+    def resume(typed=(), **files):
         config = configure(str(ROOT / 'train_fp8.py'), words)
         config.files = files
+        config.typed = {**config.typed, **dict(typed)}
         run.config = runs.over_checkpoint(config, run.resumed, 'a.pt')
         selfcheck.choose_precision(run)
     resume()
-    resume(fp8_recipe='auto')       # kernels are of one recipe
+    resume(fp8_recipe='auto:delayed')       # a file's request is met by what ran
+    resume({'fp8_recipe': 'auto'})      # kernels are of one recipe
     assert given[2::2] == [
-        (found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor'),
+        *[(found, 'fp8_backend=native fp8_recipe=tensorwise', 'inductor')] * 2,
         (found, 'fp8_backend=native', 'auto')]
     run.resumed['fp8_choice']['fp8_backend'] = 'te'
     message = '^fp8_backend=te fp8_recipe=tensorwise: no te. a.pt was trained in FP8: --no_fp8'
