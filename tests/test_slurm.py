@@ -50,7 +50,7 @@ def test_a_job_on_two_nodes_is_stopped_before_its_limit_and_requeued_until_it_is
     said = typed(line, repository, FAKE_LIMIT=str(folder / 'latest.pt'))
     out, err = logs(repository)
     assert said == '2 starts, exit code 0\n', err
-    assert out.count('x 2 ranks') == 2
+    assert out.count('batch     2 ranks x') == 2
     assert out.count('stopped at step') == 1
     step = re.search(r'stopped at step (\d+), saved', out)[1]
     assert out.count(f'\ntime limit near: saved at step {step}, requeued as start 2 (SLURM holds it for two '
