@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fp8gpt import fp8
+from fp8gpt.fp8 import backends
 from fp8gpt.fp8.backends import TORCHAO_RECIPES, blocked_layout, native_mm
 from fp8gpt.fp8.linear import (
     E4M3, E5M2, FORMATS, RECIPES, TENSOR, Arithmetic, Float8Tensor, Quantizer, emulated_mm,
@@ -270,7 +271,7 @@ def test_a_bias_joins_a_product_in_fp32_afterwards(monkeypatch):
 @pytest.mark.parametrize('units', [False, True])
 def test_a_cpu_multiplies_as_emulate_does(units, monkeypatch):
     """Bit for bit, but for products in bf16 by units for it."""
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': units})
+    monkeypatch.setattr(backends, 'HAS_UNITS', units)
     for recipe in RECIPES:
         (*native, dw), (*emulated, wanted) = (
             linear(recipe, 'hybrid', mm, *operands())[0] for mm in (native_mm, emulated_mm))
@@ -284,7 +285,7 @@ def test_a_cpu_multiplies_as_emulate_does(units, monkeypatch):
 def test_units_for_bf16_round_a_product_of_codes_once(format, bias, monkeypatch):
     """Each code, subnormal or not, is exact in bf16, and the product of two in fp32: what differs is the
     order of a sum in fp32. A scale that is NaN, of a bad step, is seen in every value."""
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'avx512_bf16': True})
+    monkeypatch.setattr(backends, 'HAS_UNITS', True)
     codes = torch.arange(256, dtype=torch.uint8).view(format)
     codes = codes.where(codes.float().isfinite(), torch.zeros((), dtype=format)).repeat(32, 1)
     b = Quantizer(E4M3, TENSOR, False, 0)(random(48, 256, seed=2))

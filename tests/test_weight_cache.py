@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fp8_models
 from fp8_models import NATIVE, build, gradients, on_a_cpu, tokens, trained
 from fp8gpt import fp8
+from fp8gpt.fp8 import backends
 from fp8gpt.optim import set_rate
 from helpers import compiled, random
 
@@ -52,8 +53,11 @@ def test_compiled_caching_changes_no_bit_and_adds_no_graph(kernels, casts, monke
 
 
 @pytest.mark.parametrize('kernels', ['inductor', 'triton'])
-def test_a_cached_cast_breaks_no_graph(kernels):
-    """Dynamo takes no autograd.Function that gets a tensor twice."""
+@pytest.mark.parametrize('units', [False, True])
+def test_a_cached_cast_breaks_no_graph(kernels, units, monkeypatch):
+    """Dynamo takes no autograd.Function that gets a tensor twice. Compiled code gives the same bits, with a
+    CPU's units for bf16, too."""
+    monkeypatch.setattr(backends, 'HAS_UNITS', units)
     choice, x = dataclasses.replace(NATIVE, kernels=kernels), random(16, 32)
     linear = torch.nn.Linear(32, 64)
     fp8.convert(linear, choice)

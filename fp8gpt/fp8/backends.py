@@ -213,16 +213,29 @@ def gpu_mm(a, b, out_dtype, bias=None, fast=False):
     return product if bias is None else product + bias
 
 
+HAS_UNITS = bool(torch.cpu.get_capabilities().get('avx512_bf16'))   # for bf16, of this CPU
+
+
+@torch.library.custom_op('fp8gpt::product_in_bf16', mutates_args=())    # compiled, it has the same bits
+def product_in_bf16(a: Tensor, b: Tensor, scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a (M, K) times b (N, K)^T, both in FP8, times scale_inv, plus bias (N,), by a CPU's units for
+    bf16. They add in fp32, as emulated_mm does, in another order and a third of the time."""
+    (left, of_a), (right, of_b) = values_in(torch.bfloat16, a), values_in(torch.bfloat16, b)
+    return torch.addmm(left[0, :1] if bias is None else bias, left, right.t(), beta=bias is not None,
+                       alpha=scale_inv.item() * of_a * of_b)
+
+
+@product_in_bf16.register_fake
+def _(a, b, scale_inv, bias):
+    return a.new_empty((len(a), len(b)), dtype=torch.bfloat16)
+
+
 def cpu_mm(a, b, out_dtype, bias=None, fast=False):
-    """Return emulated_mm's product, of one scale a tensor and in bf16 by a CPU's bf16 units: in a third of
-    the time. They add in fp32 as well, in another order."""
-    if (torch.compiler.is_compiling() or out_dtype != torch.bfloat16 or not a.block == b.block == TENSOR
-            or not torch.cpu.get_capabilities().get('avx512_bf16')):
+    """Return emulated_mm's product; in bf16, of one scale a tensor, by product_in_bf16."""
+    if not HAS_UNITS or out_dtype != torch.bfloat16 or not a.block == b.block == TENSOR:
         return emulated_mm(a, b, out_dtype, bias)
     check_cuda_rules(a, b)
-    (left, of_a), (right, of_b) = values_in(out_dtype, a.data), values_in(out_dtype, b.data)
-    return torch.addmm(left[0, :1] if bias is None else bias, left, right.t(), beta=bias is not None,
-                       alpha=(a.scale_inv * b.scale_inv).item() * of_a * of_b)
+    return product_in_bf16(a.data, b.data, a.scale_inv * b.scale_inv, bias)
 
 
 def native_mm(a, b, *how, **options):
