@@ -51,7 +51,7 @@ device = distributed.init(device).device
 state, about = pretrained.opened(ckpt)
 say(about)
 suggested = [f'{name}={value}' for name, value in pretrained.generation_of(ckpt).items()
-             if not name.startswith(('_', 'transformers')) and not name.endswith('_id')]
+             if not name.startswith(('_', 'transformers', 'output_', 'use_')) and not name.endswith('_id')]
 if suggested:
     say(f'# not taken from generation_config.json: {" ".join(suggested)}')
 tokenizer = pretrained.tokenizer_of(ckpt, state)

@@ -547,8 +547,8 @@ def packing_line(train):
     if not packing:
         return ''
     return (f'packed    {len(packing.lengths):,} examples in {train.n_windows:,} windows, '
-            f'{packing.padding:.1%} padding; longer than block_size={train.block_size}: {packing.cut:,} cut, '
-            f'by {packing.lost / train.tokens:.1%} of all tokens, {packing.left_out:,} left out')
+            f'{packing.padding:.1%} padding{MORE}longer than block_size={train.block_size}: {packing.cut:,} '
+            f'cut, by {packing.lost / train.tokens:.1%} of all tokens, {packing.left_out:,} left out')
 
 
 def disk_line(run, model):

@@ -448,7 +448,7 @@ def prepare_examples(config):
         if config['dry_run']:
             say(f'data      {folder} is not prepared, and --dry_run writes nothing: `{command}` prepares it')
             raise SystemExit
-        say(f'data      {folder} is prepared by `{command}`:')
+        say(f'data      {folder} is prepared by', f'          {command}')
         done = subprocess.run([sys.executable, join(HERE, words[0]), *words[1:]])
         if done.returncode:
             raise SystemExit(done.returncode)

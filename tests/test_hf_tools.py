@@ -36,7 +36,8 @@ RUN = ['--block_size=32', '--batch_size=2', '--max_steps=2', '--warmup_steps=1',
 def folder(tmp_path_factory):
     """A Llama with a tokenizer that has a chat template and two ends."""
     folder = tmp_path_factory.mktemp('models') / 'talker'
-    generation = {'eos_token_id': [END, END_OF_TURN], 'temperature': 0.6}
+    generation = {'eos_token_id': [END, END_OF_TURN], 'temperature': 0.6, 'output_attentions': False,
+                  'use_cache': True}
     fields = {'max_position_embeddings': LONGEST, 'initializer_range': 0.15}
     save_llama(folder, fields, generation=generation, chat_template=CHATML)
     return folder

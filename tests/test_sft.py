@@ -595,7 +595,7 @@ def test_ranks_and_resumes_make_the_same_steps(trained):
     words, root, said = trained
     packing = TokenData(opened(root / 'mine-talker'), 'train', 64).packing
     assert (f'packed    {len(packing.lengths)} examples in {len(packing.targets)} windows, '
-            f'{packing.padding:.1%} padding;') in said
+            f'{packing.padding:.1%} padding\n') in said
     again = [word for word in words if 'init_from' not in word]
     run(*again, f'--checkpoint_dir={root}/resumed', f'--resume={root}/one/step_000004.pt')
     assert losses(root / 'resumed') == losses(root / 'one', after=4)
