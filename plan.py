@@ -180,13 +180,13 @@ def verdict(gpu, seconds, fits):
 
 
 def run_line(length, of_step, max_hours, usd):
-    """Return a clause about a run of steps that take `of_step` seconds. usd: of an hour of all GPUs."""
+    """Return a clause about a run of steps that take `of_step` seconds. usd: of an hour of all GPUs, or 0."""
     hours, speed = length.last_step * of_step / 3600, length.tokens_per_step / of_step
     if length.last_step == optim.OPEN and not max_hours:
         return f'{speed:,.0f} tokens/s'
     hours = min(hours, max_hours or hours)
-    return (f'{speed:,.0f} tokens/s, {hours:,.2f} hours, {hours * speed * 3.6e-3:,.1f}M tokens, '
-            f'${hours * usd:,.2f}')
+    return (f'{speed:,.0f} tokens/s, {hours:,.2f} hours, {hours * speed * 3.6e-3:,.1f}M tokens'
+            + f', ${hours * usd:,.2f}' * (usd > 0))
 
 
 def main(words):

@@ -310,7 +310,8 @@ def test_batch_size_0_is_the_largest_that_fits(said):
 
 def test_what_does_not_fit_and_what_is_not_worth_it(said, monkeypatch):
     assert 'verdict   too big: a smaller --batch_size' in said('--max_steps=9 --init_from=gpt2-xl --gpu=l4')
-    assert said('--max_steps=9 --gpu=h200').endswith('FP8 x1.08 over bf16, from gains of one H100\n')
+    out = said('--max_steps=9 --gpu=h200')
+    assert out.endswith('FP8 x1.08 over bf16, from gains of one H100\n') and '$' not in out  # without a price
     monkeypatch.setattr(plan, 'WORTH', 1.1)
     assert said('--max_steps=9 --gpu=h200').endswith('H100: not worth it, train in bf16 (--no_fp8)\n')
 
