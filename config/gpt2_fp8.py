@@ -19,6 +19,6 @@ sample_freq = 1000
 hellaswag_freq = 1000
 run_name = 'gpt2-124m'
 # An H100 made x1.18 of bf16's speed in delayed, x1.08 in tensorwise (results/gpu/124m.json); in 24 pairs of
-# small runs FP8's loss was as good (results/quality-quickstart-delayed.json), in 24 by GPT-2's vocabulary, too
+# small runs FP8's loss was as good (results/quality-quickstart-delayed.json), and in 24 by GPT-2's vocabulary
 # (results/fp8_head/quality-fineweb_cpu-muon-delayed.json).
 fp8_recipe = 'auto:delayed'
