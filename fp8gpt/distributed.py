@@ -75,7 +75,7 @@ def init(device='auto'):
 
 def _end_early(number, frame):
     """End the process: a single one's handler of SIGTERM until there is a StopRequest."""
-    print('error: stopped by SIGTERM before anything was saved', file=sys.stderr, flush=True)
+    print('error: stopped by SIGTERM', file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
